@@ -1,0 +1,1 @@
+"""Load, prompt, cache, sampler, stop, text, clock and the loop: the floor where torch lives."""

@@ -1,0 +1,1 @@
+"""What a cache weighs: configs, layers, footprints. Pure Python: neither torch nor transformers."""

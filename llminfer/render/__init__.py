@@ -1,0 +1,1 @@
+"""Events to text, tables and JSON: the floor where Rich lives."""
