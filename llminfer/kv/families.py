@@ -60,7 +60,7 @@ def attention_layers(view: ConfigView) -> tuple[LayerKV, ...]:
     head_dim = _head_dim(view, heads)
     kinds = _layer_kinds(view, layers)
     tensors = (PerToken(name="k", heads=kv_heads, dim=head_dim), PerToken(name="v", heads=kv_heads, dim=head_dim))
-    windows = {"full": None}
+    windows: dict[str, int | None] = {"full": None}
     if "sliding" in kinds:
         windows["sliding"] = view.integer("sliding_window")
     return tuple(LayerKV(kind=kind, tensors=tensors, window=windows[kind]) for kind in kinds)
