@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,7 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     cache: str = "dynamic",
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
 
     Args:
@@ -140,7 +140,7 @@ def generate(
 
 def _events(
     loaded: LoadedModel, prompt: Prompt, started: Started, limit: tuple[int, FinishReason], clock: Clock
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     yield started
     output = Output(
         detokenizer=make_detokenizer(loaded.tokenizer),
