@@ -6,6 +6,7 @@ knows the rule, and the refusal of token ids that lie outside the vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,16 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> tuple[str, ...]:
         raise ModelNotAvailable(f"{header.path}: its tokenizer cannot be built ({reason})") from error
     warnings = _set_pre_tokenizer(header, backend) if kind == "gpt2" else ()
     _wrap(header, backend, settings).save_pretrained(folder, save_jinja_files=False)
+    _restate_flags(folder, settings)
     return warnings
+
+
+def _restate_flags(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Put the flags that `save_pretrained` drops (tokenizer.json acts on them) where readers look for them."""
+    path = folder / "tokenizer_config.json"
+    flags = {name: settings[name] for name in ("add_bos_token", "add_eos_token") if name in settings}
+    content = {**json.loads(path.read_text(encoding="utf-8")), **flags}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _wrap(header: GgufHeader, backend: Tokenizer, settings: dict[str, Any]) -> Any:
