@@ -36,7 +36,8 @@ from llminfer.engine.checkpoint_cache import (
     read_manifest,
     require_room,
 )
-from llminfer.engine.gguf_config import ROPE_TENSORS, gguf_config, transformers_errors, unsupported
+from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.engine.gguf_config import ROPE_TENSORS, gguf_config, unsupported
 from llminfer.engine.gguf_tokenizer import save_tokenizer, special_token_ids
 from llminfer.engine.safetensors_writer import SafetensorsWriter
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
@@ -106,6 +107,8 @@ def _convert(
     if progress is not None:
         progress("tokenizer", 0, 1)
     warnings = (*warnings, *save_tokenizer(header, folder))
+    if progress is not None:
+        progress("tokenizer", 1, 1)
     _save_configs(header, folder, config, type(model).__name__, generation_defaults)
     return warnings
 
@@ -121,7 +124,8 @@ def _write_weights(
 ) -> None:
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, stored)
-        require_room(path.parent, writer.data_bytes)
+        # no more than the file can fill, when its metadata claims a bigger model
+        require_room(path.parent, min(writer.data_bytes, 4 * header.parameter_count))
         for name, tensor in tensors:
             if name not in stored:  # tied to one that is
                 continue
@@ -148,7 +152,7 @@ def _empty_model(header: GgufHeader, config: Any) -> Any:
     """The model on the meta device: its names and shapes, no weights."""
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unsupported(header)
-    with transformers_errors(header, "its metadata does not describe a model"), torch.device("meta"):
+    with foreign_errors(header.path, "its metadata does not describe a model"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -177,7 +181,7 @@ def _tensor_names(header: GgufHeader, model: Any) -> dict[str, str]:
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     prefix = model.base_model_prefix
     view = _NamedView(model, {prefix: getattr(model, prefix)} if hasattr(model, prefix) else {})
-    with transformers_errors(header, "its tensors have names that we cannot map"):
+    with foreign_errors(header.path, "its tensors have names that we cannot map"):
         names: dict[str, str] = get_gguf_hf_weights_map(view, processor)
         if any(tensor.name not in names for tensor in header.tensors):
             names = get_gguf_hf_weights_map(model, processor)
@@ -201,7 +205,7 @@ def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -
     with header.path.open("rb") as file:
         for tensor in header.tensors:
             weights = _dequantized(header, tensor, file).numpy()
-            with transformers_errors(header, f"its tensor {tensor.name!r} does not fit the model"):
+            with foreign_errors(header.path, f"its tensor {tensor.name!r} does not fit the model"):
                 result = processor.process(
                     weights=weights,
                     name=tensor.name,
@@ -258,7 +262,7 @@ def _load(header: GgufHeader, config: Any) -> dict[str, torch.Tensor]:
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        with transformers_errors(header, "transformers cannot load it"):
+        with foreign_errors(header.path, "transformers cannot load it"):
             model, report = AutoModelForCausalLM.from_pretrained(
                 header.path.parent,
                 gguf_file=header.path.name,

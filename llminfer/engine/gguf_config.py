@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from transformers import AutoConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
 
+from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.engine.gguf_tokenizer import special_token_ids, vocabulary_size
-from llminfer.errors import LlminferError, ModelNotAvailable, UnsupportedArchitecture
+from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 from llminfer.kv.gguf import GgufHeader, SkippedValue
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -30,7 +29,7 @@ def gguf_config(header: GgufHeader, folder: Path) -> tuple[Any, tuple[str, ...]]
         ModelNotAvailable: when the metadata does not describe a model.
         UnsupportedArchitecture: when transformers does not know the architecture.
     """
-    with transformers_errors(header, "its metadata does not describe a model"):
+    with foreign_errors(header.path, "its metadata does not describe a model"):
         fields = _config_fields(header, folder)
         model_type = fields.pop("model_type")
         if model_type not in transformers.CONFIG_MAPPING:
@@ -115,18 +114,6 @@ def unsupported(header: GgufHeader) -> UnsupportedArchitecture:
         f"{header.path}: GGUF files of the architecture {header.architecture!r} cannot be converted",
         hint=f"transformers {transformers.__version__} converts {', '.join(known)}",
     )
-
-
-@contextmanager
-def transformers_errors(header: GgufHeader, what: str) -> Iterator[None]:
-    """Any error of transformers on metadata that nobody vouches for, as one line of ours."""
-    try:
-        yield
-    except (LlminferError, MemoryError):
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ModelNotAvailable(f"{header.path}: {what} ({type(error).__name__}: {reason})") from error
 
 
 # The rope scaling, which transformers leaves behind

@@ -20,6 +20,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     get_gguf_tokenizer,
 )
 
+from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 from llminfer.kv.gguf import GgufHeader, SkippedValue
 
@@ -60,18 +61,20 @@ def vocabulary_size(header: GgufHeader) -> int:
 
 
 def save_tokenizer(header: GgufHeader, folder: Path) -> tuple[str, ...]:
-    """Write tokenizer.json and tokenizer_config.json, and return what the user should know about them."""
+    """Write tokenizer.json and tokenizer_config.json, and return what the user should know about them.
+
+    Raises:
+        ModelNotAvailable: when the file's vocabulary contradicts itself.
+        UnsupportedArchitecture: when its kind of tokenizer is unknown.
+    """
     special_token_ids(header)
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind not in GGUF_TOKENIZER_TYPES:
         known = ", ".join(sorted(GGUF_TOKENIZER_TYPES))
         raise UnsupportedArchitecture(f"{header.path}: the tokenizer {kind!r} is unknown; known are {known}")
-    try:
+    with foreign_errors(header.path, "its tokenizer cannot be built"):
         architecture, fields, settings = get_gguf_tokenizer(str(header.path))
         backend, _ = convert_gguf_tokenizer(architecture, fields)
-    except Exception as error:  # a file can contradict itself in any way, and so can the error
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelNotAvailable(f"{header.path}: its tokenizer cannot be built ({reason})") from error
     warnings = _set_pre_tokenizer(header, backend) if kind == "gpt2" else ()
     _wrap(header, backend, settings).save_pretrained(folder, save_jinja_files=False)
     _restate_flags(folder, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from llminfer.engine import default_model
 from llminfer.engine.default_model import DEFAULT_GENERATION, DEFAULT_MODEL_INSTALL_COMMAND, find_default_model
+from llminfer.kv.gguf import read_gguf_header
 
 
 def install(site: Path, *, record: str | None, files: tuple[str, ...]) -> None:
@@ -71,3 +73,16 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert output.stdout == "[]\n"
+
+
+@pytest.mark.skipif(find_default_model() is None, reason="the default model is not installed")
+def test_the_default_models_header_is_read_in_a_tenth_of_a_second() -> None:
+    path = find_default_model()
+    assert path is not None
+    durations_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        header = read_gguf_header(path)
+        durations_s.append(time.perf_counter() - start_s)
+    assert (header.architecture, header.parameter_count) == ("llama", 134_515_008)
+    assert min(durations_s) < 0.1
