@@ -124,6 +124,11 @@ def _write_weights(
 ) -> None:
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, stored)
+        # nearer misses are named by tensor below; this far off, the file system would fail first
+        if writer.data_bytes > 64 * 4 * header.parameter_count:
+            n_stored = writer.data_bytes // 4
+            what = f"its metadata describes {n_stored} parameters, its tensors hold {header.parameter_count}"
+            raise ModelNotAvailable(f"{header.path}: {what}")
         # no more than the file can fill, when its metadata claims a bigger model
         require_room(path.parent, min(writer.data_bytes, 4 * header.parameter_count))
         for name, tensor in tensors:

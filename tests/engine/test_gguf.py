@@ -530,6 +530,8 @@ def set_number(key: str, value: int) -> Callable[[gguf.GGUFWriter], None]:
         (set_number("llama.attention.head_count", 0), "does not describe a model"),
         (set_number("llama.block_count", 1 << 31), "claims 2147483648 layers, but holds 20 tensors"),
         (set_number("llama.embedding_length", 128), "has the shape"),
+        (set_number("llama.feed_forward_length", 1 << 31), "describes 824633762880 parameters"),
+        (set_number("general.alignment", 48), "not a power of two"),
         (set_number("tokenizer.ggml.eos_token_id", 9999), "its eos_token_id 9999 is outside its vocabulary"),
         (set_number("split.count", 3), "one of 3 parts"),
         (set_number("tokenizer.ggml.tokens", 7), "holds no vocabulary"),
