@@ -38,7 +38,6 @@ app = typer.Typer(
     name="llminfer",
     cls=_Commands,
     help="Run a language model token by token and see what every step costs, down to the byte of the KV cache.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help: no escape codes in logs, and half the start-up time
     pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts and tokens
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code; errors become `error:` and `hint:` lines."""
     try:
-        result = app(args=arguments, prog_name="llminfer", standalone_mode=False)
+        result = app(args=arguments or ["--help"], prog_name="llminfer", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except LlminferError as error:
         if "--debug" in arguments:
