@@ -60,7 +60,9 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-app.command()(generate)
+COMMANDS = {"generate": generate}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
