@@ -43,6 +43,7 @@ class ScriptedForward:
 
     notes: tuple[str, ...] = ()
     kv_bytes = None
+    cache = None
 
     def __init__(self, time: FakeTime, ids: list[int], durations_s: list[float], fail: BaseException | None = None):
         self.time, self.ids, self.durations_s, self.fail, self.calls = time, ids, durations_s, fail, []
