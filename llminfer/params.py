@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -72,6 +73,16 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         highest = f" and at most {int(high) if high > 1e15 else format(high, 'g')}" if math.isfinite(high) else ""
         raise InvalidParams(f"{name} must be a finite number of at least {low:g}{highest}, not {value!r}")
+
+
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE_NAME = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
+
+
+def check_device_name(label: str, name: str) -> None:
+    """Raise `InvalidParams` unless `name` is how a device is called, whether it is there or not."""
+    if not _DEVICE_NAME.fullmatch(name):
+        raise InvalidParams(f"{label} {name}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

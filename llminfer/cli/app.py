@@ -61,8 +61,7 @@ def run(arguments: list[str]) -> int:
             raise
         return report(error)
     except click.UsageError as error:
-        hint = f"see {error.ctx.command_path} --help" if error.ctx else None
-        return _print_error(error.format_message(), hint, exit_code=2)
+        return _report_usage(error)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
@@ -81,6 +80,15 @@ def run(arguments: list[str]) -> int:
 def report(error: LlminferError) -> int:
     """Print an error for people and return its exit code."""
     return _print_error(error.message, error.hint, exit_code=error.exit_code)
+
+
+def _report_usage(error: click.UsageError) -> int:
+    message = error.format_message()
+    hint = f"see {error.ctx.command_path} --help" if error.ctx else None
+    if message.startswith("Got unexpected extra argument"):
+        # click repeats them, and they are words of the prompt
+        message, hint = "more than one argument", 'put the prompt in quotes: llminfer generate "Why is the sea salty?"'
+    return _print_error(message, hint, exit_code=2)
 
 
 def _print_error(message: str, hint: str | None, exit_code: int) -> int:

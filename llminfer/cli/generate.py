@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.params import (
+    DTYPE_NAMES,
+    SAMPLING_RANGES,
+    SamplingParams,
+    StopCriteria,
+    check_device_name,
+    check_range,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -191,12 +198,13 @@ def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
 
 def _check_choices(request: _Request) -> None:
     choices = {
-        "--dtype": (request.dtype, ("auto", "float32", "bfloat16", "float16")),
+        "--dtype": (request.dtype, DTYPE_NAMES),
         "--cache": (request.cache, ("dynamic", "none")),
     }
     for flag, (value, known) in choices.items():
         if value not in known:
             raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
+    check_device_name("--device", request.device)
     if request.output.json and request.output.steps:
         raise UsageError("--json holds all steps already", hint="drop --steps")
 
@@ -267,7 +275,12 @@ def _load(request: _Request, model: str | None, revision: str | None, startup_s:
     from llminfer.engine.checkpoint import inspect_checkpoint
 
     name, folder = _find_folder(request, model, revision, startup_s)
-    checkpoint = inspect_checkpoint(folder, tokenizer=request.tokenizer, allow_pickle=request.allow_pickle)
+    checkpoint = inspect_checkpoint(
+        folder,
+        tokenizer=request.tokenizer,
+        allow_pickle=request.allow_pickle,
+        trust_remote_code=request.trust_remote_code,
+    )
     with _status(f"loading {name}", request.output):
         with _timed("import", startup_s):
             from llminfer.engine.load import load
@@ -299,8 +312,13 @@ def _find_folder(
         return default_model.DEFAULT_MODEL_NAME, _convert(path, request.output, startup_s, defaults)
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
-        with _status(f"fetching {model}", request.output), _timed("fetch", startup_s):
-            return model, fetch_from_hub(reference, allow_pickle=request.allow_pickle)
+        with _timed("fetch", startup_s):
+            return model, fetch_from_hub(
+                reference,
+                allow_pickle=request.allow_pickle,
+                code=request.trust_remote_code,
+                progress=request.output.talks and sys.stderr.isatty(),
+            )
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":

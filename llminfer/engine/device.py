@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable
 
 import torch
 
 from llminfer.errors import InvalidParams, ModelNotAvailable
+from llminfer.params import check_device_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+# torch has an error class of its own for some of them only
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator",
+    "MPS backend out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def available_devices() -> list[str]:
@@ -28,8 +34,7 @@ def choose_device(name: str) -> torch.device:
         InvalidParams: for a name that is no device.
         ModelNotAvailable: for a device that this machine lacks; never falls back in silence.
     """
-    if not _DEVICE.fullmatch(name):
-        raise InvalidParams(f"unknown device {name!r}", hint="one of auto, cpu, cuda, cuda:N, mps")
+    check_device_name("device", name)
     present = available_devices()
     if name == "auto":
         return torch.device(next((device for device in ("cuda:0", "mps") if device in present), "cpu"))
@@ -72,6 +77,13 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that a device, the CPU included, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
+    )
+
+
 def device_name(device: torch.device) -> str:
     """The hardware's own name."""
     if device.type == "cuda":
@@ -93,7 +105,8 @@ def _fast(dtype: torch.dtype, device: torch.device) -> bool:
 def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return True
+    # Metal has had the type since macOS 14
+    return device.type != "mps" or bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from llminfer.engine.architecture import read_architecture
 from llminfer.engine.checkpoint import Checkpoint
-from llminfer.engine.device import choose_device, choose_dtype
-from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
+from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
+from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-# causal models whose config inherits `is_decoder: false` from a shared base
-_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
+_OTHER_CLASS = "is the download incomplete, or the checkpoint one of another class?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +77,15 @@ def load(
     start_s = time.perf_counter()
     _quiet_transformers()
     chosen_device = choose_device(device)
-    check_architecture(checkpoint.config, str(checkpoint.folder), trust_remote_code=trust_remote_code)
-    config = _guard("config", checkpoint.folder, lambda: _load_config(checkpoint.folder, trust_remote_code))
-    check_direction(config, str(checkpoint.folder))
+    config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
     stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
     chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
-    tokenizer = _guard(
-        "tokenizer",
-        checkpoint.tokenizer_folder,
-        lambda: AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_folder, trust_remote_code=trust_remote_code, local_files_only=True
-        ),
-    )
-    model = _guard(
-        "weights",
-        checkpoint.folder,
-        lambda: _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code),
-    )
+    with _loading("tokenizer", checkpoint.tokenizer_folder):
+        tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
+    with _loading("weights", checkpoint.folder):
+        model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -108,50 +98,9 @@ def load(
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
-        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *eos_notes),
+        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *weight_notes, *eos_notes),
         load_s=time.perf_counter() - start_s,
     )
-
-
-def check_architecture(config: Mapping[str, Any], source: str, *, trust_remote_code: bool) -> None:
-    """Refuse by name what cannot continue a text, before any weights are read.
-
-    Raises:
-        UnsupportedArchitecture: for types that are not causal language models, and unknown ones.
-        ModelNotAvailable: for a type that only the checkpoint's own code knows.
-    """
-    model_type = config.get("model_type")
-    if config.get("auto_map") and model_type not in CONFIG_MAPPING_NAMES and not trust_remote_code:
-        raise ModelNotAvailable(
-            f"{source} needs Python code of its own to run",
-            hint="--trust-remote-code runs that code: read it first",
-        )
-    if trust_remote_code and config.get("auto_map"):
-        return
-    if not model_type:
-        raise UnsupportedArchitecture(f"{source}: the config names no model_type")
-    if model_type not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedArchitecture(
-            f"{source}: model type {model_type!r} is unknown to the installed transformers",
-            hint="a newer transformers may know it",
-        )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedArchitecture(f"{source}: {model_type} is not a causal language model")
-
-
-def check_direction(config: Any, source: str) -> None:
-    """Refuse models that do not read from left to right, by their config with its class defaults.
-
-    Raises:
-        UnsupportedArchitecture: for encoder-decoder and encoder-only models.
-    """
-    if config.is_encoder_decoder:
-        raise UnsupportedArchitecture(f"{source}: {config.model_type} is an encoder-decoder model")
-    if getattr(config, "is_decoder", True) is False and config.model_type not in _DECODERS_THAT_DENY_IT:
-        raise UnsupportedArchitecture(
-            f"{source}: {config.model_type} is an encoder, which does not continue a text",
-            hint="its config says is_decoder: false",
-        )
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -188,13 +137,16 @@ def context_limit(config: Any) -> int | None:
     return None
 
 
-def _load_config(folder: Path, trust_remote_code: bool) -> Any:
-    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+def _load_tokenizer(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(
+        checkpoint.tokenizer_folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+    )
 
 
 def _load_weights(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> Any:
+) -> tuple[Any, tuple[str, ...]]:
+    """The model with all its weights on the device, and notes about tensors that it has no use for."""
     model, info = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         config=config,
@@ -203,16 +155,20 @@ def _load_weights(
         local_files_only=True,
         use_safetensors=not checkpoint.pickled,
         weights_only=True,
+        ignore_mismatched_sizes=True,  # we refuse them ourselves, by name
         output_loading_info=True,
     )
+    # transformers would fill both kinds with random numbers
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        what = f"{name} has the shape {tuple(found)}, the model needs {tuple(wanted)}"
+        raise ModelNotAvailable(f"{checkpoint.folder}: {what}", hint=_OTHER_CLASS)
     missing = sorted(info["missing_keys"])
     if missing:
-        # transformers would fill them with random numbers
-        raise ModelNotAvailable(
-            f"{checkpoint.folder} lacks {len(missing)} of the model's weights, {missing[0]} among them",
-            hint="is the download incomplete, or the checkpoint one of another class?",
-        )
-    return model.to(device).eval()
+        what = f"{len(missing)} of the model's weights, {missing[0]} among them"
+        raise ModelNotAvailable(f"{checkpoint.folder} lacks {what}", hint=_OTHER_CLASS)
+    unused = sorted(info["unexpected_keys"])
+    notes = (f"{len(unused)} tensors have no place in the model, {unused[0]} among them",) if unused else ()
+    return model.to(device).eval(), notes
 
 
 def _predict(config: Any, source: str) -> tuple[ModelKV | None, str | None]:
@@ -227,17 +183,19 @@ def _stated_generation_defaults(model: Any) -> dict[str, Any]:
     return {name: value for name, value in stated.items() if value is not None and not name.startswith("_")}
 
 
-def _guard(what: str, folder: Path, action: Callable[[], Any]) -> Any:
-    """Run a step of the loading; what the libraries raise becomes one line that names the folder."""
-    try:
-        return action()
-    except (LlminferError, KeyboardInterrupt):
-        raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"the {what} of {folder} do not fit in memory", hint="try --dtype bfloat16") from error
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotAvailable(f"cannot load the {what} in {folder}: {reason}") from error
+@contextmanager
+def _loading(what: str, folder: Path) -> Iterator[None]:
+    """What the libraries raise becomes one line that names the folder; no room becomes our own error."""
+    with foreign_errors(folder, f"cannot load the {what}"):
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                message = f"out of memory while loading the {what} of {folder}"
+                raise OutOfMemory(message, hint="try --dtype bfloat16, or a smaller model") from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise ModelNotAvailable(f"cannot read {error.filename or folder}: {error.strerror}") from error
+            raise
 
 
 def _quiet_transformers() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from llminfer.engine.clock import Clock
 from llminfer.engine.detokenizer import make_detokenizer
-from llminfer.engine.device import device_name, synchronizer
+from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
 from llminfer.engine.forward import make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
@@ -159,7 +159,7 @@ def _events(
     )
     yield replace(
         finished,
-        error=_explain(finished.error, output.count, started) if finished.error else None,
+        error=_explain(finished.error, output.count, loaded, started) if finished.error else None,
         kv=_predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
     )
 
@@ -193,25 +193,37 @@ def _predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
     return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
 
 
-def _explain(error: Exception, step: int, started: Started) -> LlminferError:
-    """What broke, at which step, in one line, with what to try."""
+def _explain(error: Exception, step: int, loaded: LoadedModel, started: Started) -> LlminferError:
+    """What broke, at which step, in one line, with what to try; what it was made from is its cause."""
     if isinstance(error, NonFiniteLogits):
-        return NonFiniteLogits(
+        explained: LlminferError = NonFiniteLogits(
             f"{error.message} at step {step}, computing in {started.dtype}",
             hint="try --dtype float32" if started.dtype != "float32" else "the weights may be damaged",
         )
-    if _is_out_of_memory(error):
-        tokens = len(started.prompt_ids) + step
-        kv = f", the KV cache up to {format_bytes(started.kv_at_limit.total_bytes)}" if started.kv_at_limit else ""
-        return OutOfMemory(
-            f"out of memory on {started.device} at step {step}, with {tokens} tokens of context{kv}",
-            hint="try a shorter prompt, a smaller --max-new-tokens, or --dtype bfloat16",
-        )
-    if isinstance(error, LlminferError):
+    elif is_out_of_memory(error):
+        explained = _out_of_memory(step, loaded, started)
+    elif isinstance(error, LlminferError):
         return error
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return GenerationFailed(f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where")
+    else:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        explained = GenerationFailed(
+            f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where"
+        )
+    explained.__cause__ = error
+    return explained
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+def _out_of_memory(step: int, loaded: LoadedModel, started: Started) -> OutOfMemory:
+    tokens = len(started.prompt_ids) + step
+    now, limit = _predict(loaded, tokens, started.cache), started.kv_at_limit
+    kv = ""
+    if now is not None and limit is not None:
+        kv = f", whose KV cache takes {format_bytes(now.total_bytes)}"
+        kv += f" (predicted; {format_bytes(limit.total_bytes)} at the limit of {limit.tokens})"
+    smaller = ["a shorter prompt", "a smaller --max-new-tokens"]
+    if started.dtype == "float32":
+        smaller.append("--dtype bfloat16")
+    return OutOfMemory(
+        f"out of memory on {started.device} at step {step}, with {tokens} tokens of context{kv}",
+        hint=f"try {' or '.join(smaller)}",
+    )
