@@ -69,8 +69,8 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it."""
-    # written so that NaN, for which every comparison is false, fails
-    if not (math.isfinite(value) and low <= value <= high):
+    # written so that NaN, for which every comparison is false, fails; a model's file may hold anything
+    if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
         highest = f" and at most {int(high) if high > 1e15 else format(high, 'g')}" if math.isfinite(high) else ""
         raise InvalidParams(f"{name} must be a finite number of at least {low:g}{highest}, not {value!r}")
 

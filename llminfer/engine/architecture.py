@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import (
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 
+NEEDS_CODE = "needs Python code that the checkpoint brings"
+TRUST_HINT = "--trust-remote-code runs that code: read it first"
 # causal models whose config inherits `is_decoder: false` from a shared base
 _DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
 
@@ -55,10 +57,7 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     if config.get("auto_map"):
-        raise ModelNotAvailable(
-            f"{source}: {model_type} needs Python code of its own to run",
-            hint="--trust-remote-code runs that code: read it first",
-        )
+        raise ModelNotAvailable(f"{source}: {model_type} {NEEDS_CODE}", hint=TRUST_HINT)
     if model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedArchitecture(f"{source}: {model_type} is an encoder-decoder model")
     if model_type in CONFIG_MAPPING_NAMES:

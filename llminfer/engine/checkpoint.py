@@ -57,6 +57,7 @@ def inspect_checkpoint(
     try:
         pickled, weights_bytes = _check_weights(folder, config, allow_pickle=allow_pickle)
         tokenizer_folder = _tokenizer_folder(folder, tokenizer)
+        _check_generation_config(folder / "generation_config.json")
     except (ModelNotAvailable, OSError) as error:
         # the reason behind the reason, for the price of an import that takes seconds
         from llminfer.engine.architecture import read_architecture
@@ -82,6 +83,12 @@ def _tokenizer_folder(folder: Path, tokenizer: Path | None) -> Path:
             f"no tokenizer in {place} (looked for {', '.join(_TOKENIZER_FILES)})", hint="give --tokenizer FOLDER"
         )
     return place
+
+
+def _check_generation_config(file: Path) -> None:
+    # transformers passes over one that it cannot read, and with it over the EOS ids
+    if file.exists():
+        _json_object(file)
 
 
 def _check_weights(folder: Path, config: Mapping[str, Any], *, allow_pickle: bool) -> tuple[bool, int]:

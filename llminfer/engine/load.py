@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from llminfer.engine.architecture import read_architecture
+from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, read_architecture
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.foreign_errors import foreign_errors
@@ -82,6 +84,7 @@ def load(
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
     chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
+    _check_quantization(config, str(checkpoint.folder))
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     with _loading("weights", checkpoint.folder):
@@ -118,6 +121,8 @@ def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[s
         for token_id in value if isinstance(value, list | tuple) else [value]:
             if token_id is None:
                 continue
+            if not isinstance(token_id, int):
+                raise ModelNotAvailable(f"the {source} names {token_id!r} as EOS, which is not a token id")
             if vocabulary is not None and not 0 <= token_id < vocabulary:
                 notes.append(f"{source} names EOS id {token_id}, outside the vocabulary of {vocabulary}")
             else:
@@ -135,6 +140,17 @@ def context_limit(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def _check_quantization(config: Any, source: str) -> None:
+    """Refuse a quantization that transformers would pass over, reading packed weights as plain ones."""
+    stated = getattr(config, "quantization_config", None)
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UnsupportedArchitecture(
+            f"{source}: quantized by {method!r}, which the installed transformers does not know",
+            hint=f"known: {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
+        )
 
 
 def _load_tokenizer(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
@@ -193,6 +209,12 @@ def _loading(what: str, folder: Path) -> Iterator[None]:
             if is_out_of_memory(error):
                 message = f"out of memory while loading the {what} of {folder}"
                 raise OutOfMemory(message, hint="try --dtype bfloat16, or a smaller model") from error
+            if "trust_remote_code" in str(error):
+                raise ModelNotAvailable(f"{folder}: the {what} {NEEDS_CODE}", hint=TRUST_HINT) from error
+            if isinstance(error, pickle.UnpicklingError):
+                # torch's own message advises to switch the protection off
+                message = f"{folder}: the pickled {what} hold more than tensors, or are damaged, so they are not read"
+                raise ModelNotAvailable(message, hint="ask for safetensors: a pickle can run any program") from error
             if isinstance(error, OSError) and error.errno is not None:
                 raise ModelNotAvailable(f"cannot read {error.filename or folder}: {error.strerror}") from error
             raise

@@ -12,7 +12,7 @@ import torch
 from llminfer.engine.clock import Clock
 from llminfer.engine.detokenizer import make_detokenizer
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
-from llminfer.engine.forward import make_forward
+from llminfer.engine.forward import Forward, make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_prompt
@@ -21,7 +21,7 @@ from llminfer.engine.stop import Output, StopMatcher
 from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
 from llminfer.kv.footprint import Footprint, footprint
-from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria
+from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
 from llminfer.units import format_bytes
 
 CACHES = ("dynamic", "none")
@@ -75,6 +75,7 @@ def effective_sampling(
         if flag is not None:
             values[name], origins[name] = flag, "flag"
         elif model is not None and name != "seed":
+            check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
             values[name], origins[name] = model, "model"
         else:
             origins[name] = "default"
@@ -135,11 +136,16 @@ def generate(
         kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
         notes=(*loaded.notes, *sampling_notes, *prompt.notes),
     )
-    return _events(loaded, prompt, started, (limit, limit_reason), clock)
+    return _events(loaded, prompt, started, (limit, limit_reason), clock, _make_forward(loaded, cache))
 
 
 def _events(
-    loaded: LoadedModel, prompt: Prompt, started: Started, limit: tuple[int, FinishReason], clock: Clock
+    loaded: LoadedModel,
+    prompt: Prompt,
+    started: Started,
+    limit: tuple[int, FinishReason],
+    clock: Clock,
+    forward: Forward,
 ) -> Generator[Event, None, None]:
     yield started
     output = Output(
@@ -151,7 +157,7 @@ def _events(
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
     )
     finished = yield from decode(
-        make_forward(loaded.model, cached=started.cache != "none"),
+        forward,
         make_sampler(started.sampling, prompt.ids, loaded.device),
         output,
         clock,
@@ -162,6 +168,13 @@ def _events(
         error=_explain(finished.error, output.count, loaded, started) if finished.error else None,
         kv=_predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
     )
+
+
+def _make_forward(loaded: LoadedModel, cache: str) -> Forward:
+    try:
+        return make_forward(loaded.model, cached=cache != "none")
+    except Exception as error:
+        raise GenerationFailed(f"cannot run {loaded.name}: {_reason(error)}", hint="--debug shows where") from error
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -211,6 +224,10 @@ def _explain(error: Exception, step: int, loaded: LoadedModel, started: Started)
         )
     explained.__cause__ = error
     return explained
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _out_of_memory(step: int, loaded: LoadedModel, started: Started) -> OutOfMemory:
