@@ -132,7 +132,7 @@ def _refusal(error: BaseException, name: str, revision: str | None) -> ModelNotA
 
 
 _REFUSALS_BY_STATUS = {
-    401: ("the Hub does not accept the login with which {name} was asked for", f"{_LOG_IN} again, or unset HF_TOKEN"),
+    401: ("the Hub wants a valid login to show {name}", f"{_LOG_IN}; a token in HF_TOKEN may have expired"),
     403: ("the Hub refuses access to {name}", "the token in use may lack the right to read it"),
     429: ("the Hub takes no more requests for now, for {name}", "try again later"),
 }
