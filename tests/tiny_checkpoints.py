@@ -33,7 +33,7 @@ def byte_level_tokenizer(
     alphabet = {byte: character for character, byte in byte_level_alphabet().items()}
     tokens = [BOS, EOS, TURN_END, *(alphabet[byte] for byte in range(256))]
     spelled = ["".join(alphabet[byte] for byte in piece.encode()) for piece in pieces]
-    vocabulary = {token: index for index, token in enumerate([*tokens, *dict.fromkeys(spelled)])}
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*tokens, *spelled]))}
     # without merges a text is encoded byte by byte; the pieces are only ever generated
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

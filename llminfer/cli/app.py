@@ -82,13 +82,22 @@ def report(error: LlminferError) -> int:
     return _print_error(error.message, error.hint, exit_code=error.exit_code)
 
 
+# what click repeats of the command line in these are words of a prompt: (its first words, ours, a hint)
+_STRAY_PROMPTS = (
+    ("Got unexpected extra argument", "more than one argument", "put the prompt in quotes"),
+    ("No such command", "no such command", 'a prompt follows the command: llminfer generate "Why is the sea salty?"'),
+)
+
+
 def _report_usage(error: click.UsageError) -> int:
     message = error.format_message()
-    hint = f"see {error.ctx.command_path} --help" if error.ctx else None
-    if message.startswith("Got unexpected extra argument"):
-        # click repeats them, and they are words of the prompt
-        message, hint = "more than one argument", 'put the prompt in quotes: llminfer generate "Why is the sea salty?"'
-    return _print_error(message, hint, exit_code=2)
+    for start, ours, hint in _STRAY_PROMPTS:
+        rest = message.removeprefix(start)
+        # one word may as well be a command or an option gone wrong, which is worth seeing
+        if rest != message and len(rest.split()) > 1:
+            return _print_error(ours, hint, exit_code=2)
+    hint_for_all = f"see {error.ctx.command_path} --help" if error.ctx else None
+    return _print_error(message, hint_for_all, exit_code=2)
 
 
 def _print_error(message: str, hint: str | None, exit_code: int) -> int:

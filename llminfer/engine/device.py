@@ -97,7 +97,8 @@ def device_name(device: torch.device) -> str:
 def _fast(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu":
         return dtype is not torch.bfloat16 or _computes_bfloat16(device)
-    capabilities = torch.cpu.get_capabilities()
+    # an older torch cannot tell, so there float32 is what is surely fast
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     wanted = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
     return any(capabilities.get(name) for name in wanted)
 
