@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import (
-    DTYPE_NAMES,
-    SAMPLING_RANGES,
-    SamplingParams,
-    StopCriteria,
-    check_device_name,
-    check_range,
-)
+from llminfer.params import CACHES, DEVICE, DTYPES, SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -198,13 +191,14 @@ def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
 
 def _check_choices(request: _Request) -> None:
     choices = {
-        "--dtype": (request.dtype, DTYPE_NAMES),
-        "--cache": (request.cache, ("dynamic", "none")),
+        "--dtype": (request.dtype, DTYPES),
+        "--cache": (request.cache, CACHES),
     }
+    if not DEVICE.fullmatch(request.device):
+        raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
     for flag, (value, known) in choices.items():
         if value not in known:
             raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
-    check_device_name("--device", request.device)
     if request.output.json and request.output.steps:
         raise UsageError("--json holds all steps already", hint="drop --steps")
 

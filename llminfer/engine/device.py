@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from llminfer.errors import InvalidParams, ModelNotAvailable
-from llminfer.params import check_device_name
+from llminfer.params import DEVICE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # torch has an error class of its own for some of them only
@@ -34,7 +34,8 @@ def choose_device(name: str) -> torch.device:
         InvalidParams: for a name that is no device.
         ModelNotAvailable: for a device that this machine lacks; never falls back in silence.
     """
-    check_device_name("device", name)
+    if not DEVICE.fullmatch(name):
+        raise InvalidParams(f"unknown device {name!r}", hint="one of auto, cpu, cuda, cuda:N, mps")
     present = available_devices()
     if name == "auto":
         return torch.device(next((device for device in ("cuda:0", "mps") if device in present), "cpu"))
@@ -98,7 +99,7 @@ def _fast(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu":
         return dtype is not torch.bfloat16 or _computes_bfloat16(device)
     # an older torch cannot tell, so there float32 is what is surely fast
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     wanted = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
     return any(capabilities.get(name) for name in wanted)
 

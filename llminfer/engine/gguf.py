@@ -256,7 +256,7 @@ def _dequantized_blocks(flat: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     block_elements, block_bytes = GGML_BLOCK[tensor.ggml_type]
     n_blocks = _DEQUANTIZE_CHUNK_ELEMENTS // block_elements
     values = torch.empty(tensor.n_elements)
-    chunks = zip(flat.split(n_blocks * block_bytes), values.split(n_blocks * block_elements), strict=True)
+    chunks = zip(torch.split(flat, n_blocks * block_bytes), torch.split(values, n_blocks * block_elements), strict=True)
     for packed, part in chunks:
         part.copy_(dequantize(packed, tensor.ggml_type))
     return values

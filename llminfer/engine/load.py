@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, read_architecture
 from llminfer.engine.checkpoint import Checkpoint
+from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
@@ -101,7 +102,12 @@ def load(
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
-        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *weight_notes, *eos_notes),
+        notes=(
+            *((f"dtype {dtype_note}",) if dtype_note else ()),
+            *weight_notes,
+            *eos_notes,
+            *_conversion_warnings(checkpoint.folder),
+        ),
         load_s=time.perf_counter() - start_s,
     )
 
@@ -192,6 +198,11 @@ def _predict(config: Any, source: str) -> tuple[ModelKV | None, str | None]:
         return read_model(config.to_dict(), source=source), None
     except UnsupportedArchitecture as error:
         return None, error.message
+
+
+def _conversion_warnings(folder: Path) -> tuple[str, ...]:
+    manifest = read_manifest(folder)
+    return manifest.warnings if manifest is not None else ()
 
 
 def _stated_generation_defaults(model: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,28 +15,32 @@ from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
 from llminfer.engine.forward import Forward, make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
-from llminfer.engine.prompt import Prompt, encode_prompt
+from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.stop import Output, StopMatcher
-from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
+from llminfer.errors import GenerationFailed, InvalidParams, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
 from llminfer.kv.footprint import Footprint, footprint
-from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.params import (
+    CACHES,
+    NEVER_FROM_MODEL,
+    SAMPLER_FIELDS,
+    SAMPLING_RANGES,
+    SamplingParams,
+    StopCriteria,
+    check_range,
+)
 from llminfer.units import format_bytes
-
-CACHES = ("dynamic", "none")
 
 # what a generation_config may state that this loop does not do, with the value that means "off"
 _UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
     "num_beams": 1,
-    "typical_p": 1.0,
     "top_h": None,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
-    "bad_words_ids": None,
     "sequence_bias": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
@@ -44,14 +48,13 @@ _UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
     "min_length": 0,
-    "min_new_tokens": 0,
     "guidance_scale": 1.0,
     "penalty_alpha": None,
 }
 
 
 def effective_sampling(
-    flags: Mapping[str, float | None], model_defaults: Mapping[str, Any]
+    flags: Mapping[str, Any], model_defaults: Mapping[str, Any]
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """The sampling in force: flags, then the model's own generation_config, then temperature 1 unfiltered.
 
@@ -70,12 +73,15 @@ def effective_sampling(
         stated["temperature"] = 0.0
     values: dict[str, Any] = {}
     origins = {}
-    for name in SAMPLING_RANGES:
+    if stated.get("bad_words_ids"):
+        stated["bad_words"] = _stated_bad_words(stated["bad_words_ids"])
+    for name in SAMPLER_FIELDS:
         flag, model = flags.get(name), stated.get(name)
         if flag is not None:
             values[name], origins[name] = flag, "flag"
-        elif model is not None and name != "seed":
-            check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
+        elif model is not None and name not in NEVER_FROM_MODEL:
+            if name in SAMPLING_RANGES:
+                check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
             values[name], origins[name] = model, "model"
         else:
             origins[name] = "default"
@@ -86,11 +92,19 @@ def effective_sampling(
     return SamplingParams(**values, origins=origins), notes
 
 
+def _stated_bad_words(stated: Any) -> tuple[tuple[int, ...], ...]:
+    words = stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(word, list) and all(isinstance(token_id, int) for token_id in word) for word in words):
+        raise InvalidParams("bad_words_ids in the model's generation_config is not a list of lists of ids")
+    return tuple(tuple(word) for word in words)
+
+
 def generate(
     loaded: LoadedModel,
     text: str,
     *,
-    sampling: Mapping[str, float | None] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    bad_words: Sequence[str] = (),
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
@@ -100,6 +114,7 @@ def generate(
 
     Args:
         sampling: values by name as in `SamplingParams`; those missing come from the model.
+        bad_words: texts that are never completed, besides the ids that `sampling` names.
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
@@ -112,7 +127,10 @@ def generate(
     if cache not in CACHES:
         raise UsageError(f"unknown cache {cache!r}", hint=f"one of {', '.join(CACHES)}")
     stop = stop or StopCriteria()
-    params, sampling_notes = effective_sampling(sampling or {}, loaded.generation_defaults)
+    flags = dict(sampling or {})
+    if bad_words:
+        flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
+    params, sampling_notes = effective_sampling(flags, loaded.generation_defaults)
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
@@ -156,9 +174,12 @@ def _events(
         limit_reason=limit[1],
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
     )
+    if started.stop.max_time_s is not None:
+        max_time_s = started.stop.max_time_s
+        output.out_of_time = lambda: clock.elapsed() >= max_time_s
     finished = yield from decode(
         forward,
-        make_sampler(started.sampling, prompt.ids, loaded.device),
+        make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
         output,
         clock,
         prompt_ids=prompt.ids,

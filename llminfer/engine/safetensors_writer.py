@@ -42,6 +42,6 @@ class SafetensorsWriter:
         """Write a tensor of the shape that was announced for this name."""
         data = tensor.detach().to(torch.float32).contiguous().numpy().astype("<f4", copy=False)
         self._file.seek(self._data_start + self._starts[name])
-        self._file.write(data.reshape(-1).view(np.uint8))
+        self._file.write(data.reshape(-1).view(np.uint8).data)
         self.written_bytes += data.nbytes
         self._missing.pop(name, None)

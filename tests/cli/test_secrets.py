@@ -46,7 +46,7 @@ FAILURES: dict[str, tuple[int, Sequence[str]]] = {
     "not in the cache": (3, ["generate", PROMPT, "-m", "org/nowhere"]),
     "no weights": (3, ["generate", PROMPT, "-m", "no-weights"]),
     "damaged weights": (3, ["generate", PROMPT, "-m", "garbage"]),
-    "damaged GGUF file": (3, ["generate", PROMPT, "-m", "model.gguf"]),
+    "damaged GGUF file": (3, ["generate", PROMPT, "-m", "model.gguf", "-q"]),
     "no tokenizer": (3, ["generate", PROMPT, "-m", "no-tokenizer"]),
     "an encoder-decoder": (4, ["generate", PROMPT, "-m", "t5"]),
     "custom code": (3, ["generate", PROMPT, "-m", "code"]),

@@ -591,6 +591,12 @@ def test_a_generation_config_out_of_range_is_named_and_a_flag_overrides_it(
     assert run_cli("generate", "a", "-m", folder, "-n", "1", "-q", "--temperature", "1")[0] == 0
 
 
+@pytest.mark.parametrize("words", [[1], "ab", [["a"]], 3])
+def test_bad_words_that_are_no_ids_are_named(folder: Path, refuse: Callable[..., str], words: object) -> None:
+    edit_json(folder / "generation_config.json", bad_words_ids=words)
+    assert "bad_words_ids" in refuse(folder, code=2)
+
+
 def test_the_library_raises_the_same_errors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(LlminferError) as caught:

@@ -189,7 +189,7 @@ def test_nan_stops_the_run_at_its_step(run_cli: RunCli, scripted: Scripted, temp
     code, out, err = run_cli("generate", "a", *options, "-q")
     assert code == 1
     assert err.splitlines() == [
-        f"error: the model returned NaN in its logits at step {step}, computing in float32",
+        f"error: the model returned NaN in the logits at step {step}, computing in float32",
         "hint: the weights may be damaged",
     ]
     document = json.loads(run_cli("generate", "a", *options, "--json")[1])
@@ -219,7 +219,7 @@ def test_rows_without_a_finite_best_stop_the_run(
     break_forward(1, logits=lambda logits: logits.fill_(value))
     code, _, err = run_cli("generate", "a", "-m", scripted(PIECES), "--temperature", temperature, "-q")
     assert code == 1
-    assert err.startswith(f"error: the model returned {what} in its logits at step 1, ")
+    assert err.startswith(f"error: the model returned {what} in the logits at step 1, ")
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
