@@ -11,7 +11,7 @@ from llminfer.errors import InvalidParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHES = ("dynamic", "none")
-DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
 MAX_LOGPROBS = 1000
 MAX_BIAS = 1e6  # forbids or forces an id, and still adds to any logit without overflow
@@ -104,8 +104,8 @@ NEVER_FROM_MODEL = frozenset({"seed", "logprobs", "logit_bias"})
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it."""
-    # written so that NaN, for which every comparison is false, fails
-    if not (math.isfinite(value) and low <= value <= high):
+    # written so that NaN, for which every comparison is false, fails; a model's file may hold anything
+    if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
         highest = f" and at most {int(high) if high > 1e15 else format(high, 'g')}" if math.isfinite(high) else ""
         raise InvalidParams(f"{name} must be a finite number of at least {low:g}{highest}, not {value!r}")
 

@@ -80,8 +80,7 @@ def run(arguments: list[str]) -> int:
             raise
         return report(error)
     except _UsageError as error:
-        hint = f"see {error.ctx.command_path} --help" if error.ctx else None
-        return _print_error(error.format_message(), hint, exit_code=2)
+        return _report_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
@@ -97,6 +96,24 @@ def run(arguments: list[str]) -> int:
 def report(error: LlminferError) -> int:
     """Print an error for people and return its exit code."""
     return _print_error(error.message, error.hint, exit_code=error.exit_code)
+
+
+# what the framework repeats of the command line in these are words of a prompt: (its first words, ours, a hint)
+_STRAY_PROMPTS = (
+    ("Got unexpected extra argument", "more than one argument", "put the prompt in quotes"),
+    ("No such command", "no such command", 'a prompt follows the command: llminfer generate "Why is the sea salty?"'),
+)
+
+
+def _report_usage(error: Any) -> int:
+    message = error.format_message()
+    for start, ours, hint in _STRAY_PROMPTS:
+        rest = message.removeprefix(start)
+        # one word may as well be a command or an option gone wrong, which is worth seeing
+        if rest != message and len(rest.split()) > 1:
+            return _print_error(ours, hint, exit_code=2)
+    hint_for_all = f"see {error.ctx.command_path} --help" if error.ctx else None
+    return _print_error(message, hint_for_all, exit_code=2)
 
 
 def _print_error(message: str, hint: str | None, exit_code: int) -> int:

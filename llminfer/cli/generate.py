@@ -269,7 +269,12 @@ def _load(request: _Request, model: str | None, revision: str | None, startup_s:
     from llminfer.engine.checkpoint import inspect_checkpoint
 
     name, folder = _find_folder(request, model, revision, startup_s)
-    checkpoint = inspect_checkpoint(folder, tokenizer=request.tokenizer, allow_pickle=request.allow_pickle)
+    checkpoint = inspect_checkpoint(
+        folder,
+        tokenizer=request.tokenizer,
+        allow_pickle=request.allow_pickle,
+        trust_remote_code=request.trust_remote_code,
+    )
     with _status(f"loading {name}", request.output):
         with _timed("import", startup_s):
             from llminfer.engine.load import load
@@ -301,8 +306,13 @@ def _find_folder(
         return default_model.DEFAULT_MODEL_NAME, _convert(path, request.output, startup_s, defaults)
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
-        with _status(f"fetching {model}", request.output), _timed("fetch", startup_s):
-            return model, fetch_from_hub(reference, allow_pickle=request.allow_pickle)
+        with _timed("fetch", startup_s):
+            return model, fetch_from_hub(
+                reference,
+                allow_pickle=request.allow_pickle,
+                code=request.trust_remote_code,
+                progress=request.output.talks and sys.stderr.isatty(),
+            )
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,6 +11,13 @@ from llminfer.errors import InvalidParams, ModelNotAvailable
 from llminfer.params import DEVICE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# torch has an error class of its own for some of them only
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator",
+    "MPS backend out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def available_devices() -> list[str]:
@@ -71,6 +78,13 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that a device, the CPU included, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
+    )
+
+
 def device_name(device: torch.device) -> str:
     """The hardware's own name."""
     if device.type == "cuda":
@@ -84,7 +98,8 @@ def device_name(device: torch.device) -> str:
 def _fast(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu":
         return dtype is not torch.bfloat16 or _computes_bfloat16(device)
-    capabilities = torch.cpu.get_capabilities()
+    # an older torch cannot tell, so there float32 is what is surely fast
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     wanted = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
     return any(capabilities.get(name) for name in wanted)
 
@@ -92,7 +107,8 @@ def _fast(dtype: torch.dtype, device: torch.device) -> bool:
 def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return True
+    # Metal has had the type since macOS 14
+    return device.type != "mps" or bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 def _short(dtype: torch.dtype) -> str:

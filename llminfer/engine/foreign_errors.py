@@ -23,6 +23,11 @@ def foreign_errors(path: Path, what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        first_line = next(iter(str(error).splitlines()), "")
-        reason = "".join(character if character.isprintable() else "?" for character in first_line)
-        raise ModelNotAvailable(f"{path}: {what} ({type(error).__name__}: {reason})") from error
+        raise ModelNotAvailable(f"{path}: {what} ({type(error).__name__}: {_first_sentence(error)})") from error
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # some put the field's name in the first line and what is wrong with it in the second
+    reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return "".join(character if character.isprintable() else "?" for character in reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, read_architecture
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
-from llminfer.engine.device import choose_device, choose_dtype
+from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
@@ -25,8 +26,7 @@ from llminfer.kv.layer import ModelKV
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-# causal models whose config inherits `is_decoder: false` from a shared base
-_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
+_OTHER_CLASS = "is the download incomplete, or the checkpoint one of another class?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +80,16 @@ def load(
     start_s = time.perf_counter()
     _quiet_transformers()
     chosen_device = choose_device(device)
-    check_architecture(checkpoint.config, str(checkpoint.folder), trust_remote_code=trust_remote_code)
-    with _loading("config", checkpoint.folder):
-        config = _load_config(checkpoint.folder, trust_remote_code)
-    check_direction(config, str(checkpoint.folder))
+    config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
     stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
     chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
+    _check_quantization(config, str(checkpoint.folder))
     with _loading("tokenizer", checkpoint.tokenizer_folder):
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     with _loading("weights", checkpoint.folder):
-        model = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
+        model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -106,50 +102,14 @@ def load(
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
-        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *eos_notes, *_conversion_warnings(checkpoint.folder)),
+        notes=(
+            *((f"dtype {dtype_note}",) if dtype_note else ()),
+            *weight_notes,
+            *eos_notes,
+            *_conversion_warnings(checkpoint.folder),
+        ),
         load_s=time.perf_counter() - start_s,
     )
-
-
-def check_architecture(config: Mapping[str, Any], source: str, *, trust_remote_code: bool) -> None:
-    """Refuse by name what cannot continue a text, before any weights are read.
-
-    Raises:
-        UnsupportedArchitecture: for types that are not causal language models, and unknown ones.
-        ModelNotAvailable: for a type that only the checkpoint's own code knows.
-    """
-    model_type = config.get("model_type")
-    if config.get("auto_map") and model_type not in CONFIG_MAPPING_NAMES and not trust_remote_code:
-        raise ModelNotAvailable(
-            f"{source} needs Python code of its own to run",
-            hint="--trust-remote-code runs that code: read it first",
-        )
-    if trust_remote_code and config.get("auto_map"):
-        return
-    if not model_type:
-        raise UnsupportedArchitecture(f"{source}: the config names no model_type")
-    if model_type not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedArchitecture(
-            f"{source}: model type {model_type!r} is unknown to the installed transformers",
-            hint="a newer transformers may know it",
-        )
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedArchitecture(f"{source}: {model_type} is not a causal language model")
-
-
-def check_direction(config: Any, source: str) -> None:
-    """Refuse models that do not read from left to right, by their config with its class defaults.
-
-    Raises:
-        UnsupportedArchitecture: for encoder-decoder and encoder-only models.
-    """
-    if config.is_encoder_decoder:
-        raise UnsupportedArchitecture(f"{source}: {config.model_type} is an encoder-decoder model")
-    if getattr(config, "is_decoder", True) is False and config.model_type not in _DECODERS_THAT_DENY_IT:
-        raise UnsupportedArchitecture(
-            f"{source}: {config.model_type} is an encoder, which does not continue a text",
-            hint="its config says is_decoder: false",
-        )
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -167,6 +127,8 @@ def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[s
         for token_id in value if isinstance(value, list | tuple) else [value]:
             if token_id is None:
                 continue
+            if not isinstance(token_id, int):
+                raise ModelNotAvailable(f"the {source} names {token_id!r} as EOS, which is not a token id")
             if vocabulary is not None and not 0 <= token_id < vocabulary:
                 notes.append(f"{source} names EOS id {token_id}, outside the vocabulary of {vocabulary}")
             else:
@@ -186,13 +148,27 @@ def context_limit(config: Any) -> int | None:
     return None
 
 
-def _load_config(folder: Path, trust_remote_code: bool) -> Any:
-    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+def _check_quantization(config: Any, source: str) -> None:
+    """Refuse a quantization that transformers would pass over, reading packed weights as plain ones."""
+    stated = getattr(config, "quantization_config", None)
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UnsupportedArchitecture(
+            f"{source}: quantized by {method!r}, which the installed transformers does not know",
+            hint=f"known: {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
+        )
+
+
+def _load_tokenizer(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(
+        checkpoint.tokenizer_folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+    )
 
 
 def _load_weights(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> Any:
+) -> tuple[Any, tuple[str, ...]]:
+    """The model with all its weights on the device, and notes about tensors that it has no use for."""
     model, info = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         config=config,
@@ -201,16 +177,20 @@ def _load_weights(
         local_files_only=True,
         use_safetensors=not checkpoint.pickled,
         weights_only=True,
+        ignore_mismatched_sizes=True,  # we refuse them ourselves, by name
         output_loading_info=True,
     )
+    # transformers would fill both kinds with random numbers
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        what = f"{name} has the shape {tuple(found)}, the model needs {tuple(wanted)}"
+        raise ModelNotAvailable(f"{checkpoint.folder}: {what}", hint=_OTHER_CLASS)
     missing = sorted(info["missing_keys"])
     if missing:
-        # transformers would fill them with random numbers
-        raise ModelNotAvailable(
-            f"{checkpoint.folder} lacks {len(missing)} of the model's weights, {missing[0]} among them",
-            hint="is the download incomplete, or the checkpoint one of another class?",
-        )
-    return model.to(device).eval()
+        what = f"{len(missing)} of the model's weights, {missing[0]} among them"
+        raise ModelNotAvailable(f"{checkpoint.folder} lacks {what}", hint=_OTHER_CLASS)
+    unused = sorted(info["unexpected_keys"])
+    notes = (f"{len(unused)} tensors have no place in the model, {unused[0]} among them",) if unused else ()
+    return model.to(device).eval(), notes
 
 
 def _predict(config: Any, source: str) -> tuple[ModelKV | None, str | None]:
@@ -233,14 +213,22 @@ def _stated_generation_defaults(model: Any) -> dict[str, Any]:
 @contextmanager
 def _loading(what: str, folder: Path) -> Iterator[None]:
     """What the libraries raise becomes one line that names the folder; no room becomes our own error."""
-    try:
-        with foreign_errors(folder, f"cannot load the {what}"):
-            try:
-                yield
-            except torch.OutOfMemoryError as error:
-                raise MemoryError from error
-    except MemoryError as error:
-        raise OutOfMemory(f"the {what} of {folder} do not fit in memory", hint="try --dtype bfloat16") from error
+    with foreign_errors(folder, f"cannot load the {what}"):
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                message = f"out of memory while loading the {what} of {folder}"
+                raise OutOfMemory(message, hint="try --dtype bfloat16, or a smaller model") from error
+            if "trust_remote_code" in str(error):
+                raise ModelNotAvailable(f"{folder}: the {what} {NEEDS_CODE}", hint=TRUST_HINT) from error
+            if isinstance(error, pickle.UnpicklingError):
+                # torch's own message advises to switch the protection off
+                message = f"{folder}: the pickled {what} hold more than tensors, or are damaged, so they are not read"
+                raise ModelNotAvailable(message, hint="ask for safetensors: a pickle can run any program") from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise ModelNotAvailable(f"cannot read {error.filename or folder}: {error.strerror}") from error
+            raise
 
 
 def _quiet_transformers() -> None:

@@ -11,17 +11,25 @@ import torch
 
 from llminfer.engine.clock import Clock
 from llminfer.engine.detokenizer import make_detokenizer
-from llminfer.engine.device import device_name, synchronizer
-from llminfer.engine.forward import make_forward
+from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
+from llminfer.engine.forward import Forward, make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.stop import Output, StopMatcher
-from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
+from llminfer.errors import GenerationFailed, InvalidParams, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
 from llminfer.kv.footprint import Footprint, footprint
-from llminfer.params import CACHES, NEVER_FROM_MODEL, SAMPLER_FIELDS, SamplingParams, StopCriteria
+from llminfer.params import (
+    CACHES,
+    NEVER_FROM_MODEL,
+    SAMPLER_FIELDS,
+    SAMPLING_RANGES,
+    SamplingParams,
+    StopCriteria,
+    check_range,
+)
 from llminfer.units import format_bytes
 
 # what a generation_config may state that this loop does not do, with the value that means "off"
@@ -66,12 +74,14 @@ def effective_sampling(
     values: dict[str, Any] = {}
     origins = {}
     if stated.get("bad_words_ids"):
-        stated["bad_words"] = tuple(tuple(word) for word in stated["bad_words_ids"])
+        stated["bad_words"] = _stated_bad_words(stated["bad_words_ids"])
     for name in SAMPLER_FIELDS:
         flag, model = flags.get(name), stated.get(name)
         if flag is not None:
             values[name], origins[name] = flag, "flag"
         elif model is not None and name not in NEVER_FROM_MODEL:
+            if name in SAMPLING_RANGES:
+                check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
             values[name], origins[name] = model, "model"
         else:
             origins[name] = "default"
@@ -80,6 +90,13 @@ def effective_sampling(
     ignored = sorted(name for name, off in _UNSUPPORTED_DEFAULTS.items() if stated.get(name, off) not in (off, None))
     notes = (f"the model's generation_config also states {', '.join(ignored)}, not applied",) if ignored else ()
     return SamplingParams(**values, origins=origins), notes
+
+
+def _stated_bad_words(stated: Any) -> tuple[tuple[int, ...], ...]:
+    words = stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(word, list) and all(isinstance(token_id, int) for token_id in word) for word in words):
+        raise InvalidParams("bad_words_ids in the model's generation_config is not a list of lists of ids")
+    return tuple(tuple(word) for word in words)
 
 
 def generate(
@@ -137,11 +154,16 @@ def generate(
         kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
         notes=(*loaded.notes, *sampling_notes, *prompt.notes),
     )
-    return _events(loaded, prompt, started, (limit, limit_reason), clock)
+    return _events(loaded, prompt, started, (limit, limit_reason), clock, _make_forward(loaded, cache))
 
 
 def _events(
-    loaded: LoadedModel, prompt: Prompt, started: Started, limit: tuple[int, FinishReason], clock: Clock
+    loaded: LoadedModel,
+    prompt: Prompt,
+    started: Started,
+    limit: tuple[int, FinishReason],
+    clock: Clock,
+    forward: Forward,
 ) -> Generator[Event, None, None]:
     yield started
     output = Output(
@@ -156,7 +178,7 @@ def _events(
         max_time_s = started.stop.max_time_s
         output.out_of_time = lambda: clock.elapsed() >= max_time_s
     finished = yield from decode(
-        make_forward(loaded.model, cached=started.cache != "none"),
+        forward,
         make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
         output,
         clock,
@@ -164,9 +186,16 @@ def _events(
     )
     yield replace(
         finished,
-        error=_explain(finished.error, output.count, started) if finished.error else None,
+        error=_explain(finished.error, output.count, loaded, started) if finished.error else None,
         kv=_predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
     )
+
+
+def _make_forward(loaded: LoadedModel, cache: str) -> Forward:
+    try:
+        return make_forward(loaded.model, cached=cache != "none")
+    except Exception as error:
+        raise GenerationFailed(f"cannot run {loaded.name}: {_reason(error)}", hint="--debug shows where") from error
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -198,25 +227,41 @@ def _predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
     return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
 
 
-def _explain(error: Exception, step: int, started: Started) -> LlminferError:
-    """What broke, at which step, in one line, with what to try."""
+def _explain(error: Exception, step: int, loaded: LoadedModel, started: Started) -> LlminferError:
+    """What broke, at which step, in one line, with what to try; what it was made from is its cause."""
     if isinstance(error, NonFiniteLogits):
-        return NonFiniteLogits(
+        explained: LlminferError = NonFiniteLogits(
             f"{error.message} at step {step}, computing in {started.dtype}",
             hint="try --dtype float32" if started.dtype != "float32" else "the weights may be damaged",
         )
-    if _is_out_of_memory(error):
-        tokens = len(started.prompt_ids) + step
-        kv = f", the KV cache up to {format_bytes(started.kv_at_limit.total_bytes)}" if started.kv_at_limit else ""
-        return OutOfMemory(
-            f"out of memory on {started.device} at step {step}, with {tokens} tokens of context{kv}",
-            hint="try a shorter prompt, a smaller --max-new-tokens, or --dtype bfloat16",
-        )
-    if isinstance(error, LlminferError):
+    elif is_out_of_memory(error):
+        explained = _out_of_memory(step, loaded, started)
+    elif isinstance(error, LlminferError):
         return error
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return GenerationFailed(f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where")
+    else:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        explained = GenerationFailed(
+            f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where"
+        )
+    explained.__cause__ = error
+    return explained
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def _out_of_memory(step: int, loaded: LoadedModel, started: Started) -> OutOfMemory:
+    tokens = len(started.prompt_ids) + step
+    now, limit = _predict(loaded, tokens, started.cache), started.kv_at_limit
+    kv = ""
+    if now is not None and limit is not None:
+        kv = f", whose KV cache takes {format_bytes(now.total_bytes)}"
+        kv += f" (predicted; {format_bytes(limit.total_bytes)} at the limit of {limit.tokens})"
+    smaller = ["a shorter prompt", "a smaller --max-new-tokens"]
+    if started.dtype == "float32":
+        smaller.append("--dtype bfloat16")
+    return OutOfMemory(
+        f"out of memory on {started.device} at step {step}, with {tokens} tokens of context{kv}",
+        hint=f"try {' or '.join(smaller)}",
+    )

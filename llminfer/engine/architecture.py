@@ -1,0 +1,83 @@
+"""Which checkpoints continue a text from left to right: told from their configs, before any weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
+
+NEEDS_CODE = "needs Python code that the checkpoint brings"
+TRUST_HINT = "--trust-remote-code runs that code: read it first"
+# causal models whose config inherits `is_decoder: false` from a shared base
+_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
+
+
+def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+    """The transformers config of a checkpoint whose model continues text.
+
+    Args:
+        folder: where the checkpoint is.
+        config: the content of its config.json.
+        trust_remote_code: run Python code from the folder.
+
+    Raises:
+        UnsupportedArchitecture: for a model that does not continue text by itself.
+        ModelNotAvailable: for one that only the checkpoint's own code knows, or a config that cannot be read.
+    """
+    source = str(folder)
+    check_model_type(config, source, trust_remote_code=trust_remote_code)
+    with foreign_errors(folder, "cannot load the config"):
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    check_direction(loaded, source)
+    return loaded
+
+
+def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_code: bool) -> None:
+    """Refuse by name what cannot continue a text.
+
+    Raises:
+        UnsupportedArchitecture: for types that are not causal language models, and unknown ones.
+        ModelNotAvailable: for a type that only the checkpoint's own code knows.
+    """
+    model_type = config.get("model_type")
+    if config.get("auto_map") and trust_remote_code:
+        return
+    if not isinstance(model_type, str) or not model_type:
+        raise UnsupportedArchitecture(f"{source}: the config names no model_type")
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    if config.get("auto_map"):
+        raise ModelNotAvailable(f"{source}: {model_type} {NEEDS_CODE}", hint=TRUST_HINT)
+    if model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedArchitecture(f"{source}: {model_type} is an encoder-decoder model")
+    if model_type in CONFIG_MAPPING_NAMES:
+        raise UnsupportedArchitecture(f"{source}: {model_type} is not a causal language model")
+    raise UnsupportedArchitecture(
+        f"{source}: model type {model_type!r} is unknown to the installed transformers",
+        hint="a newer transformers may know it",
+    )
+
+
+def check_direction(config: Any, source: str) -> None:
+    """Refuse models that do not read from left to right, by their config with its class defaults.
+
+    Raises:
+        UnsupportedArchitecture: for encoder-decoder and encoder-only models.
+    """
+    if config.is_encoder_decoder:
+        raise UnsupportedArchitecture(f"{source}: {config.model_type} is an encoder-decoder model")
+    if getattr(config, "is_decoder", True) is False and config.model_type not in _DECODERS_THAT_DENY_IT:
+        raise UnsupportedArchitecture(
+            f"{source}: {config.model_type} is an encoder, which does not continue a text",
+            hint="its config says is_decoder: false",
+        )
