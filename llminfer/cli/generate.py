@@ -331,10 +331,11 @@ def _convert(
         return folder
     from llminfer.render.progress import progress_bar
 
-    with _timed("convert", startup_s), progress_bar(f"converting {path.name}, once", shown=output.talks) as advance:
-        from llminfer.engine.gguf import checkpoint_for_gguf
-
-        return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
+    with progress_bar(f"converting {path.name}, once", shown=output.talks) as advance:
+        with _timed("import", startup_s):
+            from llminfer.engine.gguf import checkpoint_for_gguf
+        with _timed("convert", startup_s):
+            return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
 
 
 def _stream(events: Generator[Event, None, None], output: _Output) -> Trace:
@@ -426,7 +427,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
 def _timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
     start_s = time.perf_counter()
     yield
-    startup_s[name] = time.perf_counter() - start_s
+    startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
 
 
 @contextmanager
