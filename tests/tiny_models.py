@@ -27,6 +27,11 @@ VOCABULARY = 96
 # every field of a config class that has one of these names gets this size
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
+    "attention_heads": 4,
+    "attention_window_size": WINDOW,
+    "local_attention": 2 * WINDOW,
+    "kv_channels": 16,
+    "mamba_d_ssm": 64,
     "hidden_size": 32,
     "n_embd": 32,
     "d_model": 32,
@@ -164,7 +169,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 8,
     },
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
-    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 8, "num_heads": 4},
+    "xlstm": {"hidden_size": 64, "qk_dim_factor": 1.0, "chunk_size": 8, "num_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 64,
@@ -213,6 +218,13 @@ def _small_sizes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     return fields
+
+
+def tiny_ids(config: PreTrainedConfig, batch: int, tokens: int) -> torch.Tensor:
+    """A prompt for a tiny model; a row for each codebook where the model reads several at once."""
+    decoder = getattr(config, "decoder", config)
+    rows = batch * getattr(decoder, "num_codebooks", 1) if config.model_type.startswith("musicgen") else batch
+    return torch.randint(3, VOCABULARY - 8, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def tiny_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
