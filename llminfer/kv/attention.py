@@ -12,6 +12,7 @@ from llminfer.errors import UnknownConfigField
 from llminfer.kv.config import ConfigView
 from llminfer.kv.layer import PerToken
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
@@ -126,7 +127,7 @@ def reformer(view: ConfigView) -> tuple[PerToken, ...]:
 
 
 def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
-    """Reformer's hashing layers: the same and, for sequences longer than a chunk, the bucket of every head and round."""
+    """Reformer's hashing layers: the same and, beyond a chunk's length, the bucket of every head and round."""
     return (
         *reformer(view),
         PerToken(
@@ -202,7 +203,8 @@ def _indexer_type(view: ConfigView) -> str:
         if not isinstance(listed, list) or len(listed) <= view.index:
             raise UnknownConfigField(f"{view.source}: indexer_types has no entry for layer {view.index}")
         return str(listed[view.index])
-    return _INDEXER_TYPES.get(view.model_type, lambda view: "full")(view)
+    rule = _INDEXER_TYPES.get(view.model_type)
+    return rule(view) if rule else "full"
 
 
 def _glm_moe_dsa_indexer(view: ConfigView) -> str:
