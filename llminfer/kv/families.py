@@ -134,7 +134,8 @@ def read_layers(view: ConfigView, family: Family) -> Layers:
     if count > MOST_LAYERS:
         raise UnknownConfigField(f"{view.source}: {count} layers are more than any model has")
     kinds = layer_kinds(view, count)
-    views = [view.at(index, _layer_overrides(view, index)) for index in range(len(kinds))]
+    overrides = _layer_overrides(view)
+    views = [view.at(index, overrides.get(index)) for index in range(len(kinds))]
     layers = tuple(_layer(layer_view, family, kind) for layer_view, kind in zip(views, kinds, strict=True))
     return family.finish(view, kinds, layers)
 
@@ -155,13 +156,12 @@ def _layer(view: ConfigView, family: Family, kind_name: str) -> LayerKV:
     return LayerKV(kind=name, tensors=tensors, states=states, window=window)
 
 
-def _layer_overrides(view: ConfigView, index: int) -> Mapping[str, Any] | None:
-    """What `per_layer_config` says of one layer."""
-    overrides = view.get("per_layer_config")
-    if not isinstance(overrides, Mapping):
-        return None
-    own = overrides.get(str(index), overrides.get(index))
-    return own if isinstance(own, Mapping) else None
+def _layer_overrides(view: ConfigView) -> dict[int, Mapping[str, Any]]:
+    """What `per_layer_config` says of single layers; its keys are padded with zeros in files."""
+    stated = view.get("per_layer_config")
+    if not isinstance(stated, Mapping):
+        return {}
+    return {int(key): own for key, own in stated.items() if str(key).isdecimal() and isinstance(own, Mapping)}
 
 
 def _text_view(config: Mapping[str, Any], source: str) -> ConfigView:
