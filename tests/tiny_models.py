@@ -8,10 +8,12 @@ are never a ratio of each other that hides a mistake, and no size is 1.
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     MusicgenForCausalLM,
     MusicgenMelodyForCausalLM,
@@ -118,6 +120,13 @@ _SHARED_KV = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "num_kv_shared_layers": 2,
 }
+
+
+def _sections(*sizes: int) -> dict[str, Any]:
+    """Rotary positions of three axes (time, height, width), which share the half of a head."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sizes]}}
+
+
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
 
 # what a type needs beyond the sizes to build and run, and to have every kind of layer it can have
@@ -202,6 +211,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "adapter_rank": 8,
     },
     "zaya": {"num_experts_per_tok": 1},
+    # the language models inside image-text models
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_sections(1, 1, 2)},
+    "glm4v_moe_text": _sections(1, 1, 0),
+    "glm4v_text": _sections(2, 1, 1),
+    "glm_ocr_text": _sections(2, 1, 1),
+    "hunyuan_vl_text": _sections(4, 2, 2),
+    "paddleocr_vl_text": _sections(4, 2, 2),
+    "qwen2_5_omni_text": _sections(2, 1, 1),
+    "qwen2_5_vl_text": _sections(2, 1, 1),
+    "qwen2_vl_text": _sections(2, 1, 1),
+    "qwen3_omni_moe_text": _sections(2, 1, 1),
 }
 # drafters, and the type of the text config inside them
 _ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
@@ -262,3 +283,25 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return classes[config.model_type]._from_config(config.decoder, dtype=dtype).eval()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
+
+
+def tiny_text_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The language model of a text config that only occurs inside an image-text one, without a head."""
+    torch.manual_seed(0)
+    if config.model_type in _TEXT_CLASSES:
+        module, name = _TEXT_CLASSES[config.model_type]
+        text_class = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        return text_class._from_config(config, dtype=dtype).eval()
+    return AutoModel.from_config(config, dtype=dtype).eval()
+
+
+# those that AutoModel does not know
+_TEXT_CLASSES = {
+    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
+    "emu3_text_model": ("emu3", "Emu3TextModel"),
+    "granite4_vision_text": ("granite4_vision", "Granite4VisionTextModel"),
+    "mllama_text_model": ("mllama", "MllamaTextModel"),
+    "paddleocr_vl_text": ("paddleocr_vl", "PaddleOCRTextModel"),
+    "qwen2_5_omni_text": ("qwen2_5_omni", "Qwen2_5OmniThinkerTextModel"),
+    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
+}

@@ -165,7 +165,7 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
         The tokens seen so far and the cache, after each forward.
     """
     if model.config.model_type in _PLAIN_INPUTS:
-        yield from _decode_plainly(model, ids, steps)
+        yield from decode_plainly(model, ids, steps=steps)
         return
     kwargs: dict[str, Any] = {"use_cache": True}
     if ids.device.type != "meta":
@@ -264,7 +264,8 @@ def _context_limit(config: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def _decode_plainly(model: Any, ids: torch.Tensor, steps: int) -> Iterator[tuple[int, Any]]:
+def decode_plainly(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
+    """As `decode`, but with ids and cache alone, so for models without a head, too."""
     cache = DynamicCache(config=model.config)
     for step in range(steps + 1):
         model(input_ids=ids[:, -1:] if step else ids, cache=cache, use_cache=True)

@@ -266,6 +266,16 @@ FAMILIES: dict[str, Family] = {
         qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
         """,
     ),
+    # language models that come inside image-text models only
+    **_each(
+        _PLAIN,
+        """
+        chameleon ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
+        molmo2_text muse_glimmer_text muse_spark_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text
+        qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
+        """,
+    ),
+    "mistral4": _LATENT,
     **_each(
         _MHA,
         """

@@ -130,6 +130,11 @@ def _upper_layers_slide(view: ConfigView, layers: int) -> list[str]:
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
 
+def _full_from_the_end(view: ConfigView, layers: int) -> list[str]:
+    """Muse: the last layer is full, and every fourth before it."""
+    return [SLIDING if (layers - 1 - index) % 4 else FULL for index in range(layers)]
+
+
 def _qwen2_moe(view: ConfigView, layers: int) -> list[str]:
     if not view.get("use_sliding_window"):
         return [FULL] * layers
@@ -333,11 +338,16 @@ PATTERNS: dict[str, Pattern] = {
     "minimax_m3_vl_text": _minimax_m3,
     "ministral": _if_windowed,
     "modernbert-decoder": _first_of(3, "global_attn_every_n_layers"),
+    "muse_glimmer_text": _full_from_the_end,
+    "muse_spark_text": _full_from_the_end,
     "nemotron_h": _nemotron_h,
     "olmo3": _every(4),
     "olmo_hybrid": _olmo_hybrid,
     "qwen2": _upper_layers_slide,
+    "qwen2_5_omni_text": _upper_layers_slide,
+    "qwen2_5_vl_text": _upper_layers_slide,
     "qwen2_moe": _qwen2_moe,
+    "qwen2_vl_text": _upper_layers_slide,
     "qwen3": _upper_layers_slide,
     "qwen3_5_moe_text": _every(4, "full_attention_interval", other=LINEAR),
     "qwen3_5_text": _every(4, "full_attention_interval", other=LINEAR),
