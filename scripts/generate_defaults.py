@@ -79,7 +79,7 @@ def entry(config_class: type[PreTrainedConfig], read: set[str]) -> tuple[dict[st
         for field in dataclasses.fields(config_class)
         if field.name in read and (value := plain_default(field)) is not None
     }
-    names = {name: own for name, own in config_class.attribute_map.items() if name in read}
+    names = {name: own for name, own in config_class.attribute_map.items() if {name, own} & read}
     for key, nested in config_class.sub_configs.items():
         if key in read - {*TEXT_KEYS} and dataclasses.is_dataclass(nested):
             values[key] = entry(nested, read)[0].get("values", {})

@@ -14,7 +14,7 @@ from llminfer.kv.layer import PerToken
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "n_embed")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
 
 

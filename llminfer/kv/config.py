@@ -73,7 +73,7 @@ class ConfigView:
 
         A field that the file sets to null is unset on purpose: its class default does not apply.
         """
-        spellings = [spelling for name in names for spelling in (name, self.names.get(name)) if spelling]
+        spellings = [spelling for name in names for spelling in self._spellings(name)]
         stated = {name: value for name in spellings if (value := _dig(self.config, name)) is not _MISSING}
         for name, value in stated.items():
             if value is not None:
@@ -85,6 +85,11 @@ class ConfigView:
                 self.used[name] = Field(name=name, value=value, origin=self.defaults_origin)
                 return value
         return default
+
+    def _spellings(self, name: str) -> list[str]:
+        """A field under its common name and under the type's own, whichever of them was asked for."""
+        own = self.names.get(name)
+        return [name, *([own] if own else []), *(common for common, other in self.names.items() if other == name)]
 
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """An integer field of at least `least`.

@@ -193,6 +193,22 @@ def test_old_field_names() -> None:
     assert (footprint(model, tokens=1024, dtype="float32").total_bytes, model.context_limit) == (75497472, 1024)
 
 
+@pytest.mark.parametrize("name", ["head_dim", "attention_head_dim"])
+def test_a_field_under_its_other_name(name: str) -> None:
+    config = {field: value for field, value in GROUPED.items() if field != "head_dim"}
+    assert bytes_per_token({"model_type": "hunyuan_vl_text", **config, name: 32}) == 512
+    bloom = {"model_type": "bloom", "n_layer": 2, "n_embed": 64, "num_attention_heads": 4, "torch_dtype": "float16"}
+    assert bytes_per_token(bloom) == 512
+
+
+def test_says_that_the_element_type_is_assumed() -> None:
+    stated = read_model({"model_type": "llama", **GROUPED}, source="config.json")
+    silent = read_model({"model_type": "llama", **GROUPED, "dtype": None}, source="config.json")
+    assert (stated.dtype, stated.notes) == ("bfloat16", ())
+    assert silent.dtype == "float32"
+    assert "states no dtype" in silent.notes[0]
+
+
 def test_falcon_needs_fewer_heads_than_transformers_caches() -> None:
     config = {
         "model_type": "falcon",
