@@ -66,7 +66,12 @@ def kept_tokens(layer: LayerKV, tokens: int) -> int:
 
 def _layer_bytes(layer: LayerKV, tokens: int, batch: int, dtype: str) -> int:
     kept = kept_tokens(layer, tokens)
-    grown = sum(element_type(tensor.dtype or dtype).size_bytes(tensor.elements * kept) for tensor in layer.tensors)
+    grown = sum(
+        element_type(tensor.dtype or dtype).size_bytes(
+            tensor.transformers_elements * tensor.entries(tokens=tokens, kept=kept)
+        )
+        for tensor in layer.tensors
+    )
     states = sum(element_type(state.dtype or dtype).size_bytes(state.elements) for state in layer.states)
     return batch * (grown + states)
 
