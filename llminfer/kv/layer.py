@@ -10,12 +10,14 @@ class PerToken:
     """A cache tensor with one entry per kept token: `heads · dim` elements each.
 
     `dtype` is None where the tensor follows the cache's element type, else the type it is pinned to.
+    `transformers_heads` is the number of heads that transformers caches where that is not `heads`.
     """
 
     name: str
     heads: int
     dim: int
     dtype: str | None = None
+    transformers_heads: int | None = None
 
     @property
     def elements(self) -> int:
@@ -27,12 +29,14 @@ class PerToken:
 class State:
     """A cache tensor whose size does not depend on the tokens seen (a recurrent or convolution state).
 
-    `shape` is per sequence; `dtype` as in `PerToken`.
+    `shape` is per sequence, channels or heads first; `dtype` as in `PerToken`. The last dimension
+    of a state whose `role` is `conv` are its k columns.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
+    role: str = "recurrent"
 
     @property
     def elements(self) -> int:
@@ -83,6 +87,7 @@ class ModelKV:
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
     for. `context_limit` is the longest sequence the model was made for, None when it states none.
+    `method` says how the layers were found: by `formula`, or by a `dry run` of the real classes.
     """
 
     name: str
@@ -91,3 +96,4 @@ class ModelKV:
     dtype: str
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()
+    method: str = "formula"

@@ -1,0 +1,41 @@
+"""What the architecture needs at least: no rounding, no copies, no element wider than the model's.
+
+A window of w keeps w tokens (all that attention sees), a convolution of k taps k − 1 columns, and
+states have the model's element type.
+"""
+
+from __future__ import annotations
+
+from llminfer.kv.layer import LayerKV, ModelKV
+from llminfer.kv.runtimes.records import (
+    Allocation,
+    LayerBytes,
+    Request,
+    Runtime,
+    each_layer,
+    per_token_terms,
+    state_terms,
+)
+
+
+def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
+    """The least bytes from which attention and states can go on."""
+    return Allocation(layers=each_layer(layers, lambda layer: _layer(layer, request)))
+
+
+def _layer(layer: LayerKV, request: Request) -> LayerBytes:
+    slots = request.tokens if layer.window is None else min(request.tokens, layer.window)
+    states = state_terms(layer, sequences=request.batch, dtype=lambda state: request.float_type, columns_dropped=1)
+    return LayerBytes(
+        slots=slots,
+        terms=per_token_terms(layer, slots, request, sequences=request.batch) + states,
+        state_bytes=sum(term.size_bytes for term in states),
+    )
+
+
+RUNTIME = Runtime(
+    name="ideal",
+    release="the architecture itself",
+    summary="the least that attention and states need: whole windows, k − 1 conv columns, the model's element type",
+    allocate=allocate,
+)
