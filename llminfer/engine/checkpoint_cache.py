@@ -1,0 +1,269 @@
+"""The folder of converted checkpoints: keys, look-up, and putting a new one in place whole.
+
+Imports neither torch nor transformers, so that a run whose checkpoint exists starts without either.
+
+    <cache>/checkpoints/<key>/            a whole checkpoint; its manifest is written last
+    <cache>/checkpoints/.<key>.<x>.tmp/   one being written, by whoever holds the lock
+    <cache>/checkpoints/.<key>.lock
+    <cache>/digests/<path hash>.json      the digest of a file, while its size and times stay
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+from llminfer.errors import LlminferError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, what is done and what there is in all (0 when unknown)."""
+
+# Raise it whenever the conversion writes something else for the same file.
+CONVERSION_FORMAT = 1
+MANIFEST_NAME = "llminfer.json"
+CACHE_VARIABLE = "LLMINFER_CACHE"
+CACHE_HINT = f"set {CACHE_VARIABLE} to a folder with room that you can write to"
+
+_SHAPING_DISTRIBUTIONS = ("gguf", "tokenizers", "transformers")
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a converted checkpoint says about itself, in its `llminfer.json`."""
+
+    format: int
+    source: str
+    digest: str
+    versions: dict[str, str]
+    warnings: tuple[str, ...]
+    file_bytes: dict[str, int]
+
+
+def cache_folder() -> Path:
+    """The root of our cache: `LLMINFER_CACHE`, or the platform's cache folder for the user."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("llminfer")
+
+
+def shaping_versions() -> dict[str, str]:
+    """The versions of the distributions whose code shapes a conversion."""
+    found = {}
+    for name in _SHAPING_DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def checkpoint_folder(digest: str, *, generation_defaults: Mapping[str, object] | None = None) -> Path:
+    """Where the conversion of the file with this digest belongs, whether it is there or not."""
+    shaping = {
+        "digest": digest,
+        "format": CONVERSION_FORMAT,
+        "generation_defaults": dict(generation_defaults or {}),
+        "versions": shaping_versions(),
+    }
+    key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "checkpoints" / key
+
+
+def cached_checkpoint(path: Path, *, generation_defaults: Mapping[str, object] | None = None) -> Path | None:
+    """The whole checkpoint of a file that was converted before; None when we must convert, or hash, it."""
+    digest = indexed_digest(path)
+    if digest is None:
+        return None
+    folder = checkpoint_folder(digest, generation_defaults=generation_defaults)
+    return folder if read_manifest(folder) is not None else None
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a whole checkpoint; None for a folder that is missing, foreign or damaged."""
+    try:
+        fields = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = Manifest(**{**fields, "warnings": tuple(fields["warnings"])})
+        sizes = {name: (folder / name).stat().st_size for name in manifest.file_bytes}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return manifest if manifest.format == CONVERSION_FORMAT and sizes == manifest.file_bytes else None
+
+
+# The index of digests
+
+
+def file_digest(path: Path, *, progress: Progress | None = None) -> str:
+    """The SHA-256 of a file's content, hashed only when the index does not know it."""
+    digest = indexed_digest(path)
+    if digest is not None:
+        return digest
+    before = _fingerprint(path)
+    hasher, done_bytes = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            hasher.update(chunk)
+            done_bytes += len(chunk)
+            if progress is not None:
+                progress("hash", done_bytes, max(done_bytes, before["size_bytes"]))
+    digest = hasher.hexdigest()
+    # without an index the next run hashes again, which is slower and not wrong
+    with suppress(OSError):
+        if _fingerprint(path) == before:
+            _write_atomically(_index_entry(path), {**before, "digest": digest})
+    return digest
+
+
+def indexed_digest(path: Path) -> str | None:
+    """The digest that the index holds for exactly this path, size and times, if any."""
+    try:
+        entry = json.loads(_index_entry(path).read_text(encoding="utf-8"))
+        digest = entry.pop("digest")
+        return digest if isinstance(digest, str) and entry == _fingerprint(path) else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _index_entry(path: Path) -> Path:
+    # one file a path: no entry is lost when two processes write at once
+    name = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return cache_folder() / "digests" / f"{name}.json"
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {
+        "path": str(path.resolve()),
+        "size_bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        # installers reset the modification time; nothing resets this one
+        "ctime_ns": status.st_ctime_ns,
+    }
+
+
+def _write_atomically(target: Path, content: Mapping[str, object]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+# Writing a checkpoint
+
+
+def build_checkpoint(
+    folder: Path,
+    build: Callable[[Path], tuple[str, ...]],
+    *,
+    source: str,
+    digest: str,
+    progress: Progress | None = None,
+) -> Path:
+    """Put a checkpoint at `folder`: `build` fills a temporary sibling, which is then renamed.
+
+    `build` returns its warnings. When another process builds the same one, we wait and use theirs.
+
+    Raises:
+        LlminferError: when the cache folder has no room or cannot be written.
+    """
+    with _write_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, progress):
+            if read_manifest(folder) is not None:
+                return folder
+            _remove_leftovers(folder)
+            temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+            try:
+                warnings = build(temporary)
+                _write_manifest(temporary, source=source, digest=digest, warnings=warnings)
+                _move_into_place(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return folder
+
+
+def require_room(folder: Path, needed_bytes: int) -> None:
+    """Fail as a full disk would, before anything is written."""
+    if shutil.disk_usage(folder).free < needed_bytes:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {needed_bytes} bytes are needed")
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LlminferError(f"cannot write to the cache {folder.parent}: {reason}", hint=CACHE_HINT) from error
+
+
+@contextmanager
+def _locked(folder: Path, progress: Progress | None) -> Iterator[None]:
+    lock = FileLock(_lock_path(folder))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress is not None:
+            progress("wait", 0, 0)
+        lock.acquire(poll_interval=0.2)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _move_into_place(temporary: Path, folder: Path) -> None:
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        # where locks do not work (some network folders) another process may have won: theirs is as good
+        if read_manifest(folder) is None:
+            raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what crashed runs left: whoever could still be writing it would hold its lock."""
+    if folder.exists():
+        # damaged, or of a format that we do not read; aside first, so that no reader sees it shrink
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+        os.rename(folder, aside / "old")
+    for leftover in folder.parent.glob(".*.tmp"):
+        owner = folder.with_name(leftover.name.split(".")[1])
+        if owner == folder:
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        with suppress(Timeout, OSError), FileLock(_lock_path(owner), timeout=0):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, *, source: str, digest: str, warnings: tuple[str, ...]) -> None:
+    manifest = Manifest(
+        format=CONVERSION_FORMAT,
+        source=source,
+        digest=digest,
+        versions=shaping_versions(),
+        warnings=warnings,
+        file_bytes={path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    )
+    (folder / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")

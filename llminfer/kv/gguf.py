@@ -1,0 +1,418 @@
+"""The header of a GGUF file: its metadata and its tensor table, read without trusting a single length.
+
+The layout (little endian): magic, version, tensor count, metadata count, the metadata, the tensor
+table, padding to the alignment, the tensors. Every length is compared with what is left of the file
+before anything is allocated for it, so that a cut or a hostile file costs one line and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
+
+from llminfer.errors import ModelNotAvailable
+
+SUPPORTED_VERSIONS = (2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedValue:
+    """A value too big to keep unless asked for: what it consists of, and of how many."""
+
+    element_type: str
+    count: int
+
+
+MetadataValue: TypeAlias = "bool | int | float | str | tuple[MetadataValue, ...] | SkippedValue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """One row of the tensor table."""
+
+    name: str
+    shape: tuple[int, ...]  # in file order, the fastest-moving dimension first
+    ggml_type: int
+    type_name: str
+    offset: int  # from the start of the data section
+    n_elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """All that a GGUF file says about itself."""
+
+    path: Path
+    version: int
+    architecture: str
+    metadata: Mapping[str, MetadataValue]
+    tensors: tuple[GgufTensor, ...]
+    data_offset: int
+    file_bytes: int
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all tensors; tied weights are stored, and counted, once."""
+        return sum(tensor.n_elements for tensor in self.tensors)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors as the file stores them, padding excluded."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+# ggml type id: (name, elements a block, bytes a block), as numbered by `enum ggml_type`
+GGML_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
+    {
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+        9: ("Q8_1", 32, 40),
+        10: ("Q2_K", 256, 84),
+        11: ("Q3_K", 256, 110),
+        12: ("Q4_K", 256, 144),
+        13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210),
+        15: ("Q8_K", 256, 292),
+        16: ("IQ2_XXS", 256, 66),
+        17: ("IQ2_XS", 256, 74),
+        18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50),
+        20: ("IQ4_NL", 32, 18),
+        21: ("IQ3_S", 256, 110),
+        22: ("IQ2_S", 256, 82),
+        23: ("IQ4_XS", 256, 136),
+        24: ("I8", 1, 1),
+        25: ("I16", 1, 2),
+        26: ("I32", 1, 4),
+        27: ("I64", 1, 8),
+        28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56),
+        30: ("BF16", 1, 2),
+        34: ("TQ1_0", 256, 54),
+        35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17),
+        40: ("NVFP4", 64, 36),
+        41: ("Q1_0", 128, 18),
+    }
+)
+
+# metadata value type id: (name, struct format, bytes); the two without a fixed size stand apart
+_SCALARS: Mapping[int, tuple[str, str, int]] = {
+    0: ("uint8", "B", 1),
+    1: ("int8", "b", 1),
+    2: ("uint16", "H", 2),
+    3: ("int16", "h", 2),
+    4: ("uint32", "I", 4),
+    5: ("int32", "i", 4),
+    6: ("float32", "f", 4),
+    7: ("bool", "?", 1),
+    10: ("uint64", "Q", 8),
+    11: ("int64", "q", 8),
+    12: ("float64", "d", 8),
+}
+_STRING, _ARRAY = 8, 9
+
+# Far above any real model and low enough to keep a hostile header under a second and 100 MB.
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_VARIABLE_ELEMENTS = 1 << 22  # strings and inner arrays of the whole header, walked one by one
+_MAX_KEPT_ELEMENTS = 1 << 20  # elements of the whole header that become Python objects
+_MAX_TEXT_BYTES = 1 << 24  # text of the whole header that becomes Python strings
+_MAX_NESTING = 4
+_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_SMALL_ARRAY = 4096  # numeric arrays up to here are kept unasked: a number a layer, rope sections
+_SMALL_STRING_ARRAY = 64  # languages and tags, not a vocabulary
+_INNER_ARRAY_COST = 16  # strings that could be walked in the time that one inner array takes
+_LONG_STRING_BYTES = 1 << 20  # a chat template is far shorter; a whole tokenizer.json is longer
+_DEFAULT_ALIGNMENT = 32
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_TENSOR_TAIL = struct.Struct("<IQ")
+
+
+def read_gguf_header(path: str | os.PathLike[str], *, with_arrays: Container[str] = ()) -> GgufHeader:
+    """The metadata and tensor table of a GGUF file of version 2 or 3.
+
+    Long arrays (the vocabulary, the merges, the scores) are kept as a `SkippedValue`, but for the
+    keys in `with_arrays`.
+
+    Raises:
+        ModelNotAvailable: when the file is missing, is not GGUF, is cut, or contradicts itself.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise ModelNotAvailable(f"{_printable(path)} is not a file")
+        file_bytes = path.stat().st_size
+        if file_bytes == 0:
+            raise ModelNotAvailable(f"{_printable(path)} is empty", hint="download it again")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            # the file may have shrunk since the stat; what is mapped is what counts
+            return _read(_Cursor(path, data, len(data)), with_arrays)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ModelNotAvailable(f"cannot read {_printable(path)}: {reason}") from error
+
+
+class _Cursor:
+    """A position in the file that refuses to pass the file's end, and the budgets of one header."""
+
+    __slots__ = ("_elements_left", "_kept_left", "_text_left", "data", "path", "position", "size")
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path, self.data, self.size, self.position = path, data, size, 0
+        self._elements_left, self._kept_left = _MAX_VARIABLE_ELEMENTS, _MAX_KEPT_ELEMENTS
+        self._text_left = _MAX_TEXT_BYTES
+
+    def fail(self, what: str, *, at: int | None = None, hint: str | None = None) -> NoReturn:
+        """Raise the one line that names the file and the byte."""
+        offset = self.position if at is None else at
+        raise ModelNotAvailable(f"{_printable(self.path)}: {what} (at byte {offset})", hint=hint)
+
+    def need(self, n_bytes: int, what: str) -> None:
+        """Fail unless the file holds `n_bytes` more."""
+        left = self.size - self.position
+        if n_bytes > left:
+            self.fail(f"{what} needs {n_bytes} bytes, {left} are left", hint="the file is cut or damaged")
+
+    def u32(self, what: str) -> int:
+        """The next unsigned 32-bit number."""
+        self.need(4, what)
+        (value,) = _U32.unpack_from(self.data, self.position)
+        self.position += 4
+        return int(value)
+
+    def u64(self, what: str) -> int:
+        """The next unsigned 64-bit number."""
+        self.need(8, what)
+        (value,) = _U64.unpack_from(self.data, self.position)
+        self.position += 8
+        return int(value)
+
+    def text(self, what: str) -> str:
+        """The next string, decoded."""
+        n_bytes = self.u64(f"the length of {what}")
+        self.need(n_bytes, what)
+        if n_bytes > self._text_left:
+            self.fail(f"the header holds more than {_MAX_TEXT_BYTES} bytes of text")
+        self._text_left -= n_bytes
+        raw = self.data[self.position : self.position + n_bytes]
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is not UTF-8", at=self.position + error.start)
+        self.position += n_bytes
+        return text
+
+    def numbers(self, kind: int, count: int, what: str) -> tuple[Any, ...]:
+        """The next `count` scalars of one type."""
+        _, code, width = _SCALARS[kind]
+        self.need(count * width, what)
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
+        self.position += count * width
+        return values
+
+    def spend_elements(self, count: int, what: str) -> None:
+        """Take `count` steps of walking out of the header's budget."""
+        if count > self._elements_left:
+            self.fail(f"{what} has more elements than any real header")
+        self._elements_left -= count
+
+    def spend_kept(self, count: int, what: str) -> None:
+        """Take `count` Python objects out of the header's budget."""
+        if count > self._kept_left:
+            self.fail(f"{what} has {count} elements, too many to keep")
+        self._kept_left -= count
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Walk over `count` strings. A local loop: this is what reading a header costs."""
+        position, size, data, unpack = self.position, self.size, self.data, _U64.unpack_from
+        for _ in range(count):
+            if position + 8 > size:
+                self.fail(f"{what} is cut", at=position, hint="the file is cut or damaged")
+            position += 8 + unpack(data, position)[0]
+        if position > size:
+            self.fail(f"{what} reaches past the end of the file", hint="the file is cut or damaged")
+        self.position = position
+
+
+def _read(cursor: _Cursor, with_arrays: Container[str]) -> GgufHeader:
+    version = _read_magic(cursor)
+    n_tensors, n_keys = cursor.u64("the tensor count"), cursor.u64("the metadata count")
+    # the smallest entries possible: an empty key with a byte, a nameless tensor without dimensions
+    _check_count(cursor, n_keys, "metadata keys", smallest=13, limit=_MAX_KEYS, at=16)
+    _check_count(cursor, n_tensors, "tensors", smallest=24, limit=_MAX_TENSORS, at=8)
+
+    metadata: dict[str, MetadataValue] = {}
+    for index in range(n_keys):
+        start = cursor.position
+        key = cursor.text(f"metadata key {index}")
+        if key in metadata:
+            cursor.fail(f"the key {_short(key)} occurs twice", at=start)
+        metadata[key] = _read_value(cursor, key, key in with_arrays)
+
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        cursor.fail("the metadata names no general.architecture")
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        cursor.fail(f"general.alignment is {_short(alignment)}, not a power of two")
+
+    tensors = _read_tensor_table(cursor, n_tensors, alignment)
+    data_offset = -(-cursor.position // alignment) * alignment
+    for tensor in tensors:
+        end = data_offset + tensor.offset + tensor.nbytes
+        if end > cursor.size:
+            what = f"the tensor {_short(tensor.name)} ends at byte {end}, the file at byte {cursor.size}"
+            cursor.fail(what, at=data_offset + tensor.offset, hint="the file is cut; download it again")
+    return GgufHeader(
+        path=cursor.path,
+        version=version,
+        architecture=architecture,
+        metadata=MappingProxyType(metadata),
+        tensors=tensors,
+        data_offset=data_offset,
+        file_bytes=cursor.size,
+    )
+
+
+def _read_magic(cursor: _Cursor) -> int:
+    magic = cursor.data[:4]
+    if magic != b"GGUF":
+        cursor.fail(f"not a GGUF file: it starts with {magic!r}", at=0)
+    cursor.position = 4
+    version = cursor.u32("the version")
+    if version in SUPPORTED_VERSIONS:
+        return version
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in SUPPORTED_VERSIONS:
+        cursor.fail("this is a big-endian GGUF file", at=4, hint="use the little-endian file of this model")
+    cursor.fail(f"GGUF version {version} is unknown; known are 2 and 3", at=4)
+
+
+def _check_count(cursor: _Cursor, count: int, what: str, *, smallest: int, limit: int, at: int) -> None:
+    if count > limit or count * smallest > cursor.size - cursor.position:
+        cursor.fail(f"it claims {count} {what}, more than it can hold", at=at, hint="the file is cut or damaged")
+
+
+def _read_value(cursor: _Cursor, key: str, wanted: bool) -> MetadataValue:
+    what = f"the value of {_short(key)}"
+    kind = cursor.u32(f"the type of {_short(key)}")
+    if kind in _SCALARS:
+        value: MetadataValue = cursor.numbers(kind, 1, what)[0]
+        return value
+    if kind == _STRING:
+        return _read_string(cursor, what, wanted)
+    if kind == _ARRAY:
+        return _read_array(cursor, what, wanted, depth=1)
+    cursor.fail(f"{what} has the unknown type {kind}", at=cursor.position - 4)
+
+
+def _read_string(cursor: _Cursor, what: str, wanted: bool) -> MetadataValue:
+    start = cursor.position
+    n_bytes = cursor.u64(f"the length of {what}")
+    cursor.need(n_bytes, what)
+    if n_bytes > _LONG_STRING_BYTES and not wanted:
+        cursor.position += n_bytes
+        return SkippedValue(element_type="byte", count=n_bytes)
+    cursor.position = start
+    return cursor.text(what)
+
+
+def _read_array(cursor: _Cursor, what: str, wanted: bool, *, depth: int) -> MetadataValue:
+    start = cursor.position
+    kind, count = cursor.u32(f"the element type of {what}"), cursor.u64(f"the length of {what}")
+    if kind in _SCALARS:
+        name, _, width = _SCALARS[kind]
+        cursor.need(count * width, what)
+        if wanted or (depth == 1 and count <= _SMALL_ARRAY):
+            cursor.spend_kept(count, what)
+            return cursor.numbers(kind, count, what)
+        cursor.position += count * width
+        return SkippedValue(element_type=name, count=count)
+    if kind not in (_STRING, _ARRAY):
+        cursor.fail(f"{what} has elements of the unknown type {kind}", at=start)
+    cursor.need(count * (8 if kind == _STRING else 12), what)
+    cursor.spend_elements(count * (1 if kind == _STRING else _INNER_ARRAY_COST), what)
+    if kind == _STRING:
+        if wanted or (depth == 1 and count <= _SMALL_STRING_ARRAY):
+            cursor.spend_kept(count, what)
+            return tuple(cursor.text(what) for _ in range(count))
+        cursor.skip_strings(count, what)
+        return SkippedValue(element_type="string", count=count)
+    if depth == _MAX_NESTING:
+        cursor.fail(f"{what} nests arrays more than {_MAX_NESTING} deep", at=start)
+    if wanted:
+        cursor.spend_kept(count, what)
+        return tuple(_read_array(cursor, what, wanted, depth=depth + 1) for _ in range(count))
+    for _ in range(count):
+        _read_array(cursor, what, wanted, depth=depth + 1)
+    return SkippedValue(element_type="array", count=count)
+
+
+def _read_tensor_table(cursor: _Cursor, n_tensors: int, alignment: int) -> tuple[GgufTensor, ...]:
+    tensors: dict[str, GgufTensor] = {}
+    for index in range(n_tensors):
+        start = cursor.position
+        tensor = _read_tensor(cursor, index, alignment)
+        if tensor.name in tensors:
+            cursor.fail(f"the tensor {_short(tensor.name)} occurs twice", at=start)
+        tensors[tensor.name] = tensor
+    return tuple(tensors.values())
+
+
+def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> GgufTensor:
+    start = cursor.position
+    name = cursor.text(f"the name of tensor {index}")
+    what = f"the tensor {_short(name)}"
+    n_dimensions = cursor.u32(f"the rank of {what}")
+    if n_dimensions > _MAX_DIMENSIONS:
+        cursor.fail(f"{what} has {n_dimensions} dimensions, GGUF allows {_MAX_DIMENSIONS}", at=start)
+    shape = cursor.numbers(10, n_dimensions, f"the shape of {what}")
+    cursor.need(_TENSOR_TAIL.size, what)
+    ggml_type, offset = _TENSOR_TAIL.unpack_from(cursor.data, cursor.position)
+    cursor.position += _TENSOR_TAIL.size
+    if ggml_type not in GGML_TYPES:
+        cursor.fail(f"{what} has the unknown ggml type {ggml_type}", at=start)
+    type_name, block_elements, block_bytes = GGML_TYPES[ggml_type]
+    if (shape[0] if shape else 1) % block_elements:
+        cursor.fail(f"{what} has rows of {shape[0] if shape else 1}, {type_name} needs {block_elements}s", at=start)
+    if offset % alignment:
+        cursor.fail(f"{what} starts at {offset}, off the alignment of {alignment}", at=start)
+    n_elements = math.prod(shape)
+    return GgufTensor(
+        name=name,
+        shape=shape,
+        ggml_type=ggml_type,
+        type_name=type_name,
+        offset=offset,
+        n_elements=n_elements,
+        nbytes=n_elements // block_elements * block_bytes,
+    )
+
+
+def _short(value: object) -> str:
+    """A value from the file, safe to print: quoted, escaped, and not longer than a line."""
+    if isinstance(value, SkippedValue):
+        return f"{value.count} {value.element_type} values"
+    text = ascii(value[:80] if isinstance(value, str | tuple) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _printable(path: Path) -> str:
+    """A path on one line, whatever characters are in its name."""
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
