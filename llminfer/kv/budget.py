@@ -2,7 +2,9 @@
 
 Bytes never fall when a token or a sequence is added, whatever windows, states and blocks the
 layers have: the sizes are steps that only rise. So the largest number that fits is found exactly
-by halving an interval whose lower end fits and whose upper end does not.
+by halving an interval whose lower end fits and whose upper end does not. (Compressed entries are
+the one exception: their buffer empties at every multiple of the stride. What is found then fits,
+and one more does not, but a length further up may.)
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
 
 def _layer(layer: LayerKV, request: Request) -> LayerBytes:
     slots = request.tokens if layer.window is None else min(request.tokens, layer.window)
-    states = state_terms(layer, sequences=request.batch, dtype=lambda state: request.float_type, columns_dropped=1)
+    grown = per_token_terms(layer, slots, request, sequences=request.batch, tokens=request.tokens)
+    states = state_terms(layer, sequences=request.batch, dtype=lambda state: request.float_type, needed_only=True)
     return LayerBytes(
         slots=slots,
-        terms=per_token_terms(layer, slots, request, sequences=request.batch) + states,
+        terms=grown + states,
         state_bytes=sum(term.size_bytes for term in states),
     )
 

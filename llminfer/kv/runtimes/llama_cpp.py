@@ -17,6 +17,7 @@ from llminfer.kv.runtimes.records import (
     LayerBytes,
     Request,
     Runtime,
+    check_no_compression,
     each_layer,
     per_token_terms,
     state_terms,
@@ -56,6 +57,7 @@ WINDOWED_MODEL_TYPES = frozenset(
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """Cells for batch · tokens tokens, a smaller pool for sliding layers, states in float32."""
+    check_no_compression("llama.cpp", model, layers)
     _check_blocks(layers, request)
     windowed = model.model_type in WINDOWED_MODEL_TYPES
     rows = each_layer(layers, lambda layer: _layer(layer, request, windowed=windowed))
@@ -69,10 +71,10 @@ def _layer(layer: LayerKV, request: Request, *, windowed: bool) -> LayerBytes:
     if layer.window is not None and windowed:
         cells = _pad(min(cells, layer.window * request.batch + UBATCH_TOKENS))
     float32 = element_type("float32")
-    states = state_terms(layer, sequences=request.batch, dtype=lambda state: float32, columns_dropped=1)
+    states = state_terms(layer, sequences=request.batch, dtype=lambda state: float32, needed_only=True)
     return LayerBytes(
         slots=cells if layer.tensors else 0,
-        terms=per_token_terms(layer, cells, request, sequences=1, slots_symbol="cells") + states,
+        terms=per_token_terms(layer, cells, request, sequences=1, symbol="cells") + states,
         state_bytes=sum(term.size_bytes for term in states),
     )
 
@@ -84,7 +86,7 @@ def _pad(cells: int) -> int:
 def _check_blocks(layers: tuple[LayerKV, ...], request: Request) -> None:
     for layer in layers:
         # llama_new_context_with_model wants whole blocks in a head; a latent's parts lie in one row
-        row = sum(tensor.dim for tensor in layer.tensors) if layer.kind == "latent" else None
+        row = sum(tensor.dim for tensor in layer.tensors) if layer.kind.startswith("latent") else None
         for tensor in layer.tensors:
             kind, dim = tensor_type(tensor, request), row or tensor.dim
             if dim % kind.block_elements:

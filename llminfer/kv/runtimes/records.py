@@ -117,14 +117,21 @@ def tensor_type(tensor: PerToken, request: Request) -> ElementType:
 
 
 def per_token_terms(
-    layer: LayerKV, slots: int, request: Request, *, sequences: int, slots_symbol: str = "N"
+    layer: LayerKV, slots: int, request: Request, *, sequences: int, tokens: int | None = None, symbol: str = "N"
 ) -> tuple[Term, ...]:
-    """The summands of the tensors that grow, equal ones together: `B · n · h · d · slots · b_e`."""
+    """The summands of the tensors that grow, equal ones together: `B · n · L · h · d · slots · b_e`.
+
+    Args:
+        slots: tokens that stay cached of the layer's window.
+        tokens: tokens seen, for tensors that the window does not apply to; `slots` when not given.
+        symbol: the letter that stands for `slots` in the formula.
+    """
+    seen = slots if tokens is None else tokens
     groups: dict[tuple[int, int, int, ElementType], int] = {}
     for tensor in layer.tensors:
-        key = (tensor.heads, tensor.dim, slots, tensor_type(tensor, request))
+        key = (tensor.heads, tensor.dim, tensor.entries(tokens=seen, kept=slots), tensor_type(tensor, request))
         groups[key] = groups.get(key, 0) + 1
-    latent = layer.kind == "latent"
+    latent = layer.kind.startswith("latent")
     terms = []
     for (heads, dim, entries, kind), count in groups.items():
         before = [pair for pair in (("B", sequences), (str(count), count)) if pair[1] != 1]
@@ -132,7 +139,7 @@ def per_token_terms(
         terms.append(
             Term(
                 label=layer.kind,
-                symbols=(*(name for name, _ in used), slots_symbol, "b_e"),
+                symbols=(*(name for name, _ in used), symbol, "b_e"),
                 factors=(*(str(value) for _, value in used), str(entries), bytes_per_element(kind)),
                 size_bytes=sequences * count * kind.size_bytes(heads * dim * entries),
                 layers_at=len(before),
@@ -142,29 +149,31 @@ def per_token_terms(
 
 
 def state_terms(
-    layer: LayerKV, *, sequences: int, dtype: Callable[[State], ElementType], columns_dropped: int = 0
+    layer: LayerKV, *, sequences: int, dtype: Callable[[State], ElementType], needed_only: bool = False
 ) -> tuple[Term, ...]:
     """The summands of the fixed states: the product of each state's shape, times its element size.
 
     Args:
         dtype: the element type a state has in this runtime.
-        columns_dropped: columns of a convolution state that the runtime does not keep (1 where it
-            keeps k − 1 of k: the oldest column is shifted out by the next token anyway).
+        needed_only: keep of a convolution state only the columns that the next step reads, as all
+            but transformers do.
     """
     terms = []
     for state in layer.states:
         shape = state.shape
-        if state.role == "conv":
-            shape = (*shape[:-1], shape[-1] - columns_dropped)
+        if needed_only and state.role == "conv":
+            columns = shape[-1] - 1 if state.needed_columns is None else state.needed_columns
+            shape = (*shape[:-1], columns)
         kind = dtype(state)
-        sizes = [*([sequences] if sequences != 1 else []), *shape]
+        before = (str(sequences),) if sequences != 1 else ()
+        factors = (*before, *(str(size) for size in shape), bytes_per_element(kind))
         terms.append(
             Term(
                 label=f"{layer.kind} {state.name}",
-                symbols=(*tuple(str(size) for size in sizes), "b_s"),
-                factors=(*tuple(str(size) for size in sizes), bytes_per_element(kind)),
+                symbols=factors,
+                factors=factors,
                 size_bytes=kind.size_bytes(sequences * math.prod(shape)),
-                layers_at=len(sizes) - len(shape),
+                layers_at=len(before),
             )
         )
     return tuple(terms)
@@ -173,6 +182,17 @@ def state_terms(
 def bytes_per_element(kind: ElementType) -> str:
     """The size of an element as a factor: `2`, or `34/32` for a block type."""
     return str(kind.block_bytes) if kind.block_elements == 1 else f"{kind.block_bytes}/{kind.block_elements}"
+
+
+def check_no_compression(runtime: str, model: ModelKV, layers: Iterable[LayerKV]) -> None:
+    """Refuse a model with compressed entries, for which only transformers' dynamic cache has a rule here.
+
+    Raises:
+        UnsupportedArchitecture: naming the kinds of its layers that have such entries.
+    """
+    kinds = {layer.kind for layer in layers if any(tensor.stride != 1 for tensor in layer.tensors)}
+    if kinds:
+        raise refuse(runtime, model, f"no rule for the compressed entries of {', '.join(sorted(kinds))} layers")
 
 
 def refuse(runtime: str, model: ModelKV, reason: str, *, hint: str | None = None) -> UnsupportedArchitecture:

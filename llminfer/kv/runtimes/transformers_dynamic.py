@@ -5,6 +5,8 @@ Source: `cache_utils.py` of transformers 5.24.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llminfer.kv.dtypes import ElementType, element_type
 from llminfer.kv.layer import LayerKV, ModelKV, State
 from llminfer.kv.runtimes.records import (
@@ -35,11 +37,12 @@ def state_type(state: State, request: Request) -> ElementType:
 
 
 def layer_bytes(layer: LayerKV, slots: int, request: Request) -> LayerBytes:
-    """A layer with `slots` token slots per sequence, and its states as transformers keeps them."""
+    """A layer that keeps `slots` of its window's tokens, and its states as transformers keeps them."""
+    grown = per_token_terms(layer, slots, request, sequences=request.batch, tokens=request.tokens)
     states = state_terms(layer, sequences=request.batch, dtype=lambda state: state_type(state, request))
     return LayerBytes(
         slots=slots,
-        terms=per_token_terms(layer, slots, request, sequences=request.batch) + states,
+        terms=grown + states,
         state_bytes=sum(term.size_bytes for term in states),
     )
 
@@ -77,7 +80,7 @@ def _after_prefill(layer: LayerKV, request: Request) -> LayerBytes:
 
 def _after_step(layer: LayerKV, request: Request) -> LayerBytes:
     # one token concatenated to what was kept; the slice taken of it afterwards frees nothing
-    return layer_bytes(layer, kept_tokens(layer, request.tokens) + 1, request)
+    return layer_bytes(layer, kept_tokens(layer, request.tokens) + 1, replace(request, tokens=request.tokens + 1))
 
 
 RUNTIME = Runtime(

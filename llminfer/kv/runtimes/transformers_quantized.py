@@ -23,6 +23,7 @@ from llminfer.kv.runtimes.records import (
     Runtime,
     Term,
     bytes_per_element,
+    check_no_compression,
     each_layer,
     refuse,
 )
@@ -35,6 +36,7 @@ BITS = {"int2": 2, "int4": 4, "int8": 8}
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """The fullest that the cache is while it holds `request.tokens` tokens per sequence."""
+    check_no_compression("transformers-quantized", model, layers)
     if any(layer.window is not None or layer.states or not layer.tensors for layer in layers):
         raise refuse(
             "transformers-quantized",

@@ -6,12 +6,13 @@ Source: `StaticLayer` and `StaticSlidingWindowLayer` in `cache_utils.py` of tran
 from __future__ import annotations
 
 from llminfer.kv.layer import LayerKV, ModelKV
-from llminfer.kv.runtimes.records import Allocation, Request, Runtime, each_layer
+from llminfer.kv.runtimes.records import Allocation, Request, Runtime, check_no_compression, each_layer
 from llminfer.kv.runtimes.transformers_dynamic import layer_bytes
 
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """`request.tokens` is the cache's maximum length; a sliding layer allocates min(window, maximum)."""
+    check_no_compression("transformers-static", model, layers)
     rows = each_layer(layers, lambda layer: layer_bytes(layer, _slots(layer, request.tokens), request))
     return Allocation(layers=rows, notes=("allocated in full by the first token, for N tokens at most",))
 

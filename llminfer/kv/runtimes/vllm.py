@@ -24,6 +24,7 @@ from llminfer.kv.runtimes.records import (
     Request,
     Runtime,
     Term,
+    check_no_compression,
     each_layer,
     per_token_terms,
     refuse,
@@ -82,9 +83,9 @@ def _check(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Non
         raise UsageError("vllm has one element type for keys and values", hint="give --dtype alone")
     if request.k_type.name not in TYPES:
         raise UsageError(f"vllm has no {request.k_type.name} cache", hint=f"known: {', '.join(TYPES)}")
-    unknown = sorted({layer.kind for layer in layers if "index" in layer.kind})
-    if unknown:
-        raise refuse("vllm", model, f"no rule for the indexer cache of {', '.join(unknown)} layers")
+    check_no_compression("vllm", model, layers)
+    if any(tensor.name.startswith("index") for layer in layers for tensor in layer.tensors):
+        raise refuse("vllm", model, "no rule for the keys of its indexer")
 
 
 def _specs(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> dict[LayerKV, tuple[Spec, ...]]:
@@ -135,14 +136,14 @@ def _layer(model: ModelKV, layer: LayerKV, specs: tuple[Spec, ...], request: Req
                 layer,
                 sequences=request.batch,
                 dtype=lambda state: _state_type(model, state, request),
-                columns_dropped=1,
+                needed_only=True,
             )
             state_bytes = spec.page_bytes * request.batch
             page_padding = state_bytes - sum(term.size_bytes for term in used)
             terms += used + _page_padding(layer, page_padding)
         else:
             slots = spec.blocks(request.tokens) * spec.block_tokens
-            terms += per_token_terms(layer, slots, request, sequences=request.batch, slots_symbol="slots")
+            terms += per_token_terms(layer, slots, request, sequences=request.batch, symbol="slots")
     return LayerBytes(slots=slots, terms=terms, state_bytes=state_bytes)
 
 
@@ -160,7 +161,7 @@ def _token_bytes(layer: LayerKV, request: Request) -> int:
 
 
 def _state_bytes(model: ModelKV, layer: LayerKV, request: Request) -> int:
-    terms = state_terms(layer, sequences=1, dtype=lambda state: _state_type(model, state, request), columns_dropped=1)
+    terms = state_terms(layer, sequences=1, dtype=lambda state: _state_type(model, state, request), needed_only=True)
     return sum(term.size_bytes for term in terms)
 
 
