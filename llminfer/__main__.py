@@ -1,0 +1,5 @@
+"""`python -m llminfer`."""
+
+from llminfer.cli.app import main
+
+main()

@@ -1,0 +1,95 @@
+"""The `llminfer` command: its subcommands, and the one place that prints errors and exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import click
+import typer
+
+from llminfer import __version__
+from llminfer.cli.generate import generate
+from llminfer.errors import LlminferError
+
+INTERRUPTED_EXIT_CODE = 130
+
+app = typer.Typer(
+    name="llminfer",
+    help="Run a language model token by token and see what every step costs, down to the byte of the KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: no escape codes in logs, and half the start-up time
+    pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts and tokens
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llminfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
+
+
+app.command()(generate)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the documented code."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code; errors become `error:` and `hint:` lines."""
+    try:
+        result = app(args=arguments, prog_name="llminfer", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except LlminferError as error:
+        if "--debug" in arguments:
+            raise
+        return report(error)
+    except click.UsageError as error:
+        hint = f"see {error.ctx.command_path} --help" if error.ctx else None
+        return _print_error(error.format_message(), hint, exit_code=2)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        _silence_stdout()
+        return 0
+    except click.ClickException as error:
+        return _print_error(error.format_message(), None, exit_code=error.exit_code)
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        return _print_error(f"{type(error).__name__}: {reason}", "this is a fault of ours; --debug shows where", 1)
+
+
+def report(error: LlminferError) -> int:
+    """Print an error for people and return its exit code."""
+    return _print_error(error.message, error.hint, exit_code=error.exit_code)
+
+
+def _print_error(message: str, hint: str | None, exit_code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return exit_code
+
+
+def _silence_stdout() -> None:
+    """The reader has gone: let nothing more be written, not even what the interpreter flushes at exit."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 — it stays open until the process ends

@@ -1,0 +1,217 @@
+"""One run from a loaded model and a prompt to the events that `decode` yields, composed before the loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from llminfer.engine.clock import Clock
+from llminfer.engine.detokenizer import make_detokenizer
+from llminfer.engine.device import device_name, synchronizer
+from llminfer.engine.forward import make_forward
+from llminfer.engine.load import LoadedModel
+from llminfer.engine.loop import decode
+from llminfer.engine.prompt import Prompt, encode_prompt
+from llminfer.engine.sampler import make_sampler
+from llminfer.engine.stop import Output, StopMatcher
+from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
+from llminfer.events import Event, FinishReason, Started
+from llminfer.kv.footprint import Footprint, footprint
+from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria
+from llminfer.units import format_bytes
+
+CACHES = ("dynamic", "none")
+
+# what a generation_config may state that this loop does not do, with the value that means "off"
+_UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1.0,
+    "penalty_alpha": None,
+}
+
+
+def effective_sampling(
+    flags: Mapping[str, float | None], model_defaults: Mapping[str, Any]
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The sampling in force: flags, then the model's own generation_config, then temperature 1 unfiltered.
+
+    A generation_config that says `do_sample: false` means temperature 0. Without a seed a random
+    one is drawn, so that the run can be repeated.
+
+    Returns:
+        The params, each with its origin, and notes on what the generation_config states but this
+        loop does not do.
+
+    Raises:
+        InvalidParams: for a value out of its range, wherever it came from.
+    """
+    stated = dict(model_defaults)
+    if stated.get("do_sample") is False:
+        stated["temperature"] = 0.0
+    values: dict[str, Any] = {}
+    origins = {}
+    for name in SAMPLING_RANGES:
+        flag, model = flags.get(name), stated.get(name)
+        if flag is not None:
+            values[name], origins[name] = flag, "flag"
+        elif model is not None and name != "seed":
+            values[name], origins[name] = model, "model"
+        else:
+            origins[name] = "default"
+    if "seed" not in values:
+        values["seed"], origins["seed"] = random.SystemRandom().randrange(2**32), "random"
+    ignored = sorted(name for name, off in _UNSUPPORTED_DEFAULTS.items() if stated.get(name, off) not in (off, None))
+    notes = (f"the model's generation_config also states {', '.join(ignored)}, not applied",) if ignored else ()
+    return SamplingParams(**values, origins=origins), notes
+
+
+def generate(
+    loaded: LoadedModel,
+    text: str,
+    *,
+    sampling: Mapping[str, float | None] | None = None,
+    stop: StopCriteria | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    cache: str = "dynamic",
+) -> Generator[Event, None, None]:
+    """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
+
+    Args:
+        sampling: values by name as in `SamplingParams`; those missing come from the model.
+        stop: when to end; 256 tokens when not given.
+        system: a system message, for chat models.
+        raw: leave the chat template out.
+        cache: `dynamic`, or `none` for the textbook loop without a cache.
+
+    Raises:
+        UsageError: before the first event, for a prompt that is empty or longer than the context.
+        InvalidParams: before the first event, for a value out of its range.
+    """
+    if cache not in CACHES:
+        raise UsageError(f"unknown cache {cache!r}", hint=f"one of {', '.join(CACHES)}")
+    stop = stop or StopCriteria()
+    params, sampling_notes = effective_sampling(sampling or {}, loaded.generation_defaults)
+    clock = Clock(synchronizer(loaded.device))
+    prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
+    tokenize_s = clock.lap()
+    limit, limit_reason = _token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
+    started = Started(
+        model=loaded.name,
+        device=str(loaded.device),
+        device_name=device_name(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads() if loaded.device.type == "cpu" else None,
+        cache=cache,
+        prompt_ids=prompt.ids,
+        prompt_text=prompt.text,
+        sampling=params,
+        stop=stop,
+        eos_ids=tuple(sorted(loaded.eos_ids)),
+        context_limit=loaded.context_limit,
+        load_s=loaded.load_s,
+        tokenize_s=tokenize_s,
+        kv_at_limit=_predict(loaded, len(prompt.ids) + limit - 1, cache),
+        kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
+        notes=(*loaded.notes, *sampling_notes, *prompt.notes),
+    )
+    return _events(loaded, prompt, started, (limit, limit_reason), clock)
+
+
+def _events(
+    loaded: LoadedModel, prompt: Prompt, started: Started, limit: tuple[int, FinishReason], clock: Clock
+) -> Generator[Event, None, None]:
+    yield started
+    output = Output(
+        detokenizer=make_detokenizer(loaded.tokenizer),
+        matcher=StopMatcher(started.stop.stop),
+        eos_ids=frozenset() if started.stop.ignore_eos else loaded.eos_ids,
+        max_new_tokens=limit[0],
+        limit_reason=limit[1],
+        token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
+    )
+    finished = yield from decode(
+        make_forward(loaded.model, cached=started.cache != "none"),
+        make_sampler(started.sampling, prompt.ids, loaded.device),
+        output,
+        clock,
+        prompt_ids=prompt.ids,
+    )
+    yield replace(
+        finished,
+        error=_explain(finished.error, output.count, started) if finished.error else None,
+        kv=_predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
+    )
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """A token's own text, special tokens included; a sentencepiece word keeps its leading space."""
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    return f" {text}" if token and token.startswith("▁") and not text.startswith(" ") else text
+
+
+def _token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -> tuple[int, FinishReason]:
+    """The most tokens to generate, and why no more.
+
+    A model with a context of C is fed C tokens at most; the last one generated is not fed again,
+    so prompt + generated − 1 ≤ C.
+    """
+    if context is None:
+        return max_new_tokens, "length"
+    if prompt_tokens > context:
+        raise UsageError(
+            f"the prompt has {prompt_tokens} tokens and the model's context is {context}", hint="shorten the prompt"
+        )
+    room = context - prompt_tokens + 1
+    return (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
+
+
+def _predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
+    if loaded.kv is None or cache == "none":
+        return None
+    return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
+
+
+def _explain(error: Exception, step: int, started: Started) -> LlminferError:
+    """What broke, at which step, in one line, with what to try."""
+    if isinstance(error, NonFiniteLogits):
+        return NonFiniteLogits(
+            f"{error.message} at step {step}, computing in {started.dtype}",
+            hint="try --dtype float32" if started.dtype != "float32" else "the weights may be damaged",
+        )
+    if _is_out_of_memory(error):
+        tokens = len(started.prompt_ids) + step
+        kv = f", the KV cache up to {format_bytes(started.kv_at_limit.total_bytes)}" if started.kv_at_limit else ""
+        return OutOfMemory(
+            f"out of memory on {started.device} at step {step}, with {tokens} tokens of context{kv}",
+            hint="try a shorter prompt, a smaller --max-new-tokens, or --dtype bfloat16",
+        )
+    if isinstance(error, LlminferError):
+        return error
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return GenerationFailed(f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,176 @@
+"""What a run says, event by event, and `Trace`, the fold over the events.
+
+All times are seconds of one monotonic clock that starts when tokenizing starts; the device is
+synchronised before the clock is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llminfer.kv.footprint import Footprint
+from llminfer.params import SamplingParams, StopCriteria
+
+FinishReason = Literal["eos", "stop", "length", "context", "interrupted", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The run is about to do its first forward.
+
+    `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
+    cannot be predicted or none is kept; `kv_unpredicted` then says why.
+    """
+
+    model: str
+    device: str
+    device_name: str
+    dtype: str
+    threads: int | None
+    cache: str
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    sampling: SamplingParams
+    stop: StopCriteria
+    eos_ids: tuple[int, ...]
+    context_limit: int | None
+    load_s: float
+    tokenize_s: float
+    kv_at_limit: Footprint | None
+    kv_unpredicted: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One token.
+
+    Attributes:
+        index: 0 for the first generated token, whose forward is the prefill.
+        token_text: the token's own text, special tokens included.
+        text: the text that became final with this token; held text comes with a later one.
+        logprob: natural logarithm of the token's probability under the model's own distribution,
+            before temperature and filters.
+        output_s: time the reader of the events spent since the event before.
+        at_s: when the step was complete.
+        cached_tokens: tokens of the sequence that are in the cache: prompt + index.
+        kv_bytes: bytes of all tensors in the cache, None without one.
+    """
+
+    index: int
+    token_id: int
+    token_text: str
+    text: str
+    logprob: float
+    output_s: float
+    forward_s: float
+    sampling_s: float
+    text_s: float
+    at_s: float
+    cached_tokens: int
+    kv_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The run has ended; `text` is what was still held back.
+
+    `detail` is the EOS id or the stop text; `error` is set when `reason` is `error`.
+    `kv` is the predicted cache of the `cached_tokens` that were cached after the last whole step.
+    """
+
+    reason: FinishReason
+    text: str = ""
+    detail: int | str | None = None
+    error: Exception | None = None
+    cached_tokens: int = 0
+    kv: Footprint | None = None
+    notes: tuple[str, ...] = ()
+
+
+Event = Started | Step | Finished
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """Everything a run has said so far, and the figures that follow from it."""
+
+    started: Started | None = None
+    steps: list[Step] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        """Take one more event in."""
+        match event:
+            case Started():
+                self.started = event
+            case Step():
+                self.steps.append(event)
+            case Finished():
+                self.finished = event
+
+    @property
+    def text(self) -> str:
+        """All text of the run: what `tokenizer.decode` gives for its ids, cut at a stop text."""
+        return "".join(step.text for step in self.steps) + (self.finished.text if self.finished else "")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All generated ids, an EOS included."""
+        return [step.token_id for step in self.steps]
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token: from the start of tokenizing until the first token's text is there."""
+        return self.steps[0].at_s if self.steps else None
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latencies: the n − 1 gaps between tokens, output included."""
+        return [after.at_s - before.at_s for before, after in zip(self.steps, self.steps[1:], strict=False)]
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last, None with fewer than two."""
+        return self.steps[-1].at_s - self.steps[0].at_s if len(self.steps) > 1 else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token: (last − first) / (n − 1)."""
+        return None if self.decode_s is None else self.decode_s / (len(self.steps) - 1)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """The inverse of the time per output token; the prefill is no part of it."""
+        return 1 / self.tpot_s if self.tpot_s else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens over the duration of the first forward."""
+        if not self.steps or self.started is None or not self.steps[0].forward_s:
+            return None
+        return len(self.started.prompt_ids) / self.steps[0].forward_s
+
+    def decode_parts_s(self) -> Mapping[str, float]:
+        """Where the decode time went, from the first token to the last; the parts add up to `decode_s`."""
+        steps = self.steps[1:]
+        parts = {
+            "forward": sum(step.forward_s for step in steps),
+            "sampling": sum(step.sampling_s for step in steps),
+            "text": sum(step.text_s for step in steps),
+            "output": sum(step.output_s for step in steps),
+        }
+        return {**parts, "unaccounted": (self.decode_s or 0.0) - sum(parts.values())}
+
+
+def percentile(values: list[float], percent: float) -> float | None:
+    """The `percent`-th percentile, linear between neighbours; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -1,0 +1,127 @@
+"""A run as one strict JSON document. `docs/metrics.md` defines every figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llminfer.errors import LlminferError
+from llminfer.events import Started, Step, Trace, percentile
+from llminfer.params import SAMPLING_RANGES
+
+SCHEMA_VERSION = 1
+
+
+def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]:
+    """The document of a run; with an `error` when it broke after it began.
+
+    Args:
+        trace: a run that has started and finished.
+        startup_s: what came before the run by name, in seconds.
+    """
+    started, finished = trace.started, trace.finished
+    if started is None or finished is None:
+        raise ValueError("the run has not finished")
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "model": started.model,
+        "device": {"name": started.device, "hardware": started.device_name, "threads": started.threads},
+        "dtype": started.dtype,
+        "prompt_text": started.prompt_text,
+        "prompt_token_ids": list(started.prompt_ids),
+        "text": trace.text,
+        "token_ids": trace.token_ids,
+        "finish_reason": finished.reason,
+        "finish_detail": finished.detail,
+        "eos_token_ids": list(started.eos_ids),
+        "stop": list(started.stop.stop),
+        "max_new_tokens": started.stop.max_new_tokens,
+        "ignore_eos": started.stop.ignore_eos,
+        "context_limit": started.context_limit,
+        "seed": started.sampling.seed,
+        "sampling": _sampling(started),
+        "timing": _timing(trace, started, startup_s),
+        "kv_cache": _kv_cache(trace, started),
+        "notes": [*started.notes, *finished.notes],
+        "steps": [_step(step) for step in trace.steps],
+    }
+    if isinstance(finished.error, LlminferError):
+        document["error"] = error_fields(finished.error)
+    return document
+
+
+def error_document(error: LlminferError) -> dict[str, Any]:
+    """The document of a run that failed before it began."""
+    return {"schema_version": SCHEMA_VERSION, "error": error_fields(error)}
+
+
+def error_fields(error: LlminferError) -> dict[str, Any]:
+    """An error as data."""
+    return {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+
+
+def to_json(document: Mapping[str, Any]) -> str:
+    """One strict JSON document: no NaN, no Infinity, one line, non-ASCII as it is."""
+    return json.dumps(document, allow_nan=False, ensure_ascii=False)
+
+
+def _sampling(started: Started) -> dict[str, Any]:
+    return {
+        name: {"value": getattr(started.sampling, name), "origin": started.sampling.origins.get(name, "default")}
+        for name in SAMPLING_RANGES
+    }
+
+
+def _timing(trace: Trace, started: Started, startup_s: Mapping[str, float]) -> dict[str, Any]:
+    gaps = trace.itl_s
+    return {
+        "import_s": startup_s.get("import"),
+        "convert_s": startup_s.get("convert"),
+        "load_s": started.load_s,
+        "tokenize_s": started.tokenize_s,
+        "ttft_s": trace.ttft_s,
+        "prefill_s": trace.steps[0].forward_s if trace.steps else None,
+        "prefill_tokens_per_s": trace.prefill_tokens_per_s,
+        "decode_s": trace.decode_s,
+        "decode_tokens_per_s": trace.decode_tokens_per_s,
+        "tpot_s": trace.tpot_s,
+        "itl_s": {
+            **{f"p{rank}": percentile(gaps, rank) for rank in (50, 95, 99)},
+            "max": max(gaps, default=None),
+        },
+        "decode_parts_s": dict(trace.decode_parts_s()) if gaps else None,
+    }
+
+
+def _kv_cache(trace: Trace, started: Started) -> dict[str, Any]:
+    cached = trace.finished.kv if trace.finished else None
+    last = trace.steps[-1] if trace.steps else None
+    return {
+        "kind": started.cache,
+        "cached_tokens": last.cached_tokens if last and last.kv_bytes is not None else None,
+        "predicted_bytes": cached.total_bytes if cached else None,
+        "measured_bytes": last.kv_bytes if last else None,
+        "bytes_per_token": cached.bytes_per_token if cached else None,
+        "limit_tokens": started.kv_at_limit.tokens if started.kv_at_limit else None,
+        "predicted_bytes_at_limit": started.kv_at_limit.total_bytes if started.kv_at_limit else None,
+        "formula": cached.formula if cached else None,
+        "unpredicted_reason": started.kv_unpredicted,
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "index": step.index,
+        "token_id": step.token_id,
+        "token_text": step.token_text,
+        "text": step.text,
+        "logprob": step.logprob,
+        "output_s": step.output_s,
+        "forward_s": step.forward_s,
+        "sampling_s": step.sampling_s,
+        "text_s": step.text_s,
+        "at_s": step.at_s,
+        "cached_tokens": step.cached_tokens,
+        "kv_bytes": step.kv_bytes,
+    }

@@ -1,0 +1,137 @@
+"""A run's cost in one glance: lines for people, on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.text import Text
+
+from llminfer.events import Finished, Started, Trace, percentile
+from llminfer.kv.footprint import Footprint
+from llminfer.params import SAMPLING_RANGES, SamplingParams
+from llminfer.units import format_bytes, format_seconds
+
+_LABEL_WIDTH = 9
+_PERCENTILES = (50, 95, 99)
+
+
+def started_line(started: Started) -> str:
+    """What is about to run, and the cache it may come to hold."""
+    tokens = f"{len(started.prompt_ids)} prompt tokens"
+    kv = started.kv_at_limit
+    cache = (
+        f"KV cache up to {format_bytes(kv.total_bytes)} ({kv.total_bytes} B) predicted for {kv.tokens} tokens"
+        if kv
+        else f"KV cache not predicted: {started.kv_unpredicted}"
+    )
+    return f"{started.model} · {started.device} · {started.dtype} · {tokens} · {cache}"
+
+
+def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
+    """The lines of the summary.
+
+    Args:
+        trace: a run that has started and finished.
+        startup_s: what came before the run by name (`import`, `convert`, `load`), in seconds.
+    """
+    started, finished = trace.started, trace.finished
+    if started is None or finished is None:
+        return
+    yield _line("model", *_model_parts(started))
+    before = {**startup_s, "tokenize": started.tokenize_s}
+    yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
+    yield from _speed_lines(trace, len(started.prompt_ids))
+    yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
+    yield _line("sampler", *_sampler_parts(started.sampling))
+    yield from _cache_lines(trace, started, finished)
+    for note in (*started.notes, *finished.notes):
+        yield _line("note", note)
+
+
+def _line(label: str, *parts: str) -> Text:
+    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "cyan"), " ", " · ".join(parts))
+
+
+def _model_parts(started: Started) -> Iterator[str]:
+    yield started.model
+    yield f"{started.device} ({started.device_name})"
+    yield started.dtype
+    if started.threads is not None:
+        yield f"{started.threads} thread{'s' if started.threads != 1 else ''}"
+
+
+def _speed_lines(trace: Trace, prompt_tokens: int) -> Iterator[Text]:
+    if not trace.steps or trace.ttft_s is None:
+        return
+    first = trace.steps[0]
+    prefill = [f"{prompt_tokens} tokens in {format_seconds(first.forward_s)}"]
+    if trace.prefill_tokens_per_s:
+        prefill.append(f"{trace.prefill_tokens_per_s:.1f} tokens/s")
+    yield _line("prefill", *prefill, f"TTFT {format_seconds(trace.ttft_s)}")
+    if trace.tpot_s is None or trace.decode_s is None or trace.decode_tokens_per_s is None:
+        yield _line("decode", "1 token, so there is no time per output token")
+        return
+    gaps = trace.itl_s
+    ranks = [f"p{rank} {format_seconds(percentile(gaps, rank) or 0.0)}" for rank in _PERCENTILES]
+    yield _line(
+        "decode",
+        f"{len(gaps)} tokens after the first in {format_seconds(trace.decode_s)}",
+        f"{trace.decode_tokens_per_s:.2f} tokens/s",
+        f"TPOT {format_seconds(trace.tpot_s)}",
+        f"ITL {' '.join(ranks)} worst {format_seconds(max(gaps))}",
+    )
+    shares = (
+        f"{name} {format_seconds(part_s / len(gaps))} ({part_s / trace.decode_s:.1%})"
+        for name, part_s in trace.decode_parts_s().items()
+    )
+    yield _line("of TPOT", *shares)
+
+
+def _stop_text(started: Started, finished: Finished, tokens: int) -> str:
+    details = {
+        "eos": f"eos, id {finished.detail}",
+        "stop": f"stop, {finished.detail!r}",
+        "length": f"length, the limit of {started.stop.max_new_tokens} tokens",
+        "context": f"context, the model's limit of {started.context_limit} tokens",
+    }
+    return f"{details.get(finished.reason, finished.reason)}, after {tokens} token{'s' if tokens != 1 else ''}"
+
+
+def _sampler_parts(sampling: SamplingParams) -> Iterator[str]:
+    if sampling.greedy:
+        yield f"greedy, temperature 0 ({sampling.origins.get('temperature', 'default')})"
+    unused = {"top_k", "top_p", "min_p", "temperature", "seed"} if sampling.greedy else set()
+    for name in SAMPLING_RANGES:
+        origin = sampling.origins.get(name, "default")
+        if name not in unused and (origin != "default" or name == "temperature"):
+            yield (
+                f"{name.replace('_', '-')} {getattr(sampling, name):g} ({origin})"
+                if name != "seed"
+                else (f"seed {sampling.seed} ({origin})")
+            )
+
+
+def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator[Text]:
+    measured = trace.steps[-1].kv_bytes if trace.steps else None
+    if measured is None:
+        yield _line("KV cache", "none was kept" if trace.steps else "nothing was cached")
+        return
+    if finished.kv is None:
+        yield _line("KV cache", f"measured {_bytes(measured)}", f"not predicted: {started.kv_unpredicted}")
+        return
+    predicted = finished.kv.total_bytes
+    verdict = "equal to the byte" if predicted == measured else f"they differ by {measured - predicted:+d} B"
+    yield _line("KV cache", f"predicted {_bytes(predicted)}", f"measured {_bytes(measured)}", verdict)
+    yield _line("", f"{finished.kv.tokens} tokens cached (prompt + generated − 1): {formula_text(finished.kv)}")
+    if started.kv_at_limit is not None:
+        limit = started.kv_at_limit
+        yield _line("", f"at the limit, {limit.tokens} tokens: {_bytes(limit.total_bytes)} predicted")
+
+
+def formula_text(kv: Footprint) -> str:
+    """The footprint's formula with its numbers."""
+    return kv.formula
+
+
+def _bytes(size_bytes: int) -> str:
+    return f"{format_bytes(size_bytes)} ({size_bytes} B)" if size_bytes >= 1024 else f"{size_bytes} B"
