@@ -12,6 +12,7 @@ import typer
 
 from llminfer import __version__
 from llminfer.cli.generate import generate
+from llminfer.cli.kv_size import kv_size
 from llminfer.errors import LlminferError
 
 INTERRUPTED_EXIT_CODE = 130
@@ -43,6 +44,7 @@ def options(
 
 
 app.command()(generate)
+app.command(name="kv-size")(kv_size)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

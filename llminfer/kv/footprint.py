@@ -67,7 +67,7 @@ class Footprint:
     @property
     def peak_bytes(self) -> int:
         """The most that is held at any of the moments named in `peaks`."""
-        return max(self.total_bytes, *(peak.size_bytes for peak in self.peaks))
+        return max((self.total_bytes, *(peak.size_bytes for peak in self.peaks)))
 
     @property
     def all_ranks_bytes(self) -> int:

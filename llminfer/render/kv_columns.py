@@ -67,7 +67,7 @@ def lines_below(answers: Sequence[Answer]) -> list[str]:
             for peak in found.peaks:
                 size = f"{format_bytes(peak.size_bytes)}, {peak.size_bytes} B"
                 lines[f"{about}{peak.name}: {size} ({peak.reason})"] = None
-        if answer.tp > 1:
+        if answer.tp > 1 and len(answers) <= _FORMULAS_AT_MOST:
             lines[f"{about}all {answer.tp} ranks: {format_bytes(found.all_ranks_bytes)}"] = None
         for note in (*found.notes, *answer.model.notes):
             lines[f"{answer.model.name}, {answer.runtime}: {note}" if several else note] = None
@@ -84,7 +84,7 @@ LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state byte
 
 def layer_rows(found: Footprint) -> list[tuple[str, ...]]:
     """Every layer as the rank holds it: kind, heads, dims, kept tokens, bytes, state bytes."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for index, (layer, sizes) in enumerate(zip(found.layers, found.layer_rows, strict=True)):
         rows.append(
             (
@@ -124,9 +124,11 @@ def check_rows(rows: Sequence[CheckRow]) -> list[tuple[str, ...]]:
     for row in rows:
         count = max(len(row.predicted_bytes), len(row.measured_bytes))
         for index in range(count):
-            lines.append(_compared(row.tokens, f"layer {index}", _at(row.predicted_bytes, index), _at(row.measured_bytes, index)))
+            lines.append(
+                _compared(row.tokens, f"layer {index}", _at(row.predicted_bytes, index), _at(row.measured_bytes, index))
+            )
         lines.append(_compared(row.tokens, "all layers", sum(row.predicted_bytes), sum(row.measured_bytes)))
-        lines.append(_compared(row.tokens, "storage", row.predicted_storage_bytes, row.measured_storage_bytes))
+        lines.append((str(row.tokens), "storage", NONE, str(row.measured_storage_bytes), ""))
     return lines
 
 
@@ -177,7 +179,13 @@ def _fits(answer: Answer) -> str:
 
 def _compared(tokens: int, what: str, predicted: int | None, measured: int | None) -> tuple[str, ...]:
     verdict = "=" if predicted == measured else "≠"
-    return (str(tokens), what, NONE if predicted is None else str(predicted), NONE if measured is None else str(measured), verdict)
+    return (
+        str(tokens),
+        what,
+        NONE if predicted is None else str(predicted),
+        NONE if measured is None else str(measured),
+        verdict,
+    )
 
 
 def _at(values: Sequence[int], index: int) -> int | None:

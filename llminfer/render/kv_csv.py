@@ -9,32 +9,12 @@ from io import StringIO
 from llminfer.kv.answers import Answer
 
 COLUMNS = (
-    "model",
-    "model_type",
-    "method",
-    "runtime",
-    "release",
-    "tokens",
-    "batch",
-    "tp",
-    "k_dtype",
-    "v_dtype",
-    "total_bytes",
-    "bytes_per_token",
-    "state_bytes",
-    "padding_bytes",
-    "peak_bytes",
-    "all_ranks_bytes",
-    "context_limit",
-    "beyond_context_limit",
-    "memory_bytes",
-    "cache_bytes",
-    "fits",
-    "max_tokens",
-    "max_batch",
-    "formula",
-    "refusal",
+    *("model", "model_type", "method", "runtime", "release", "tokens", "batch", "tp", "k_dtype", "v_dtype"),
+    *("total_bytes", "bytes_per_token", "state_bytes", "padding_bytes", "peak_bytes", "all_ranks_bytes"),
+    *("context_limit", "beyond_context_limit", "memory_bytes", "cache_bytes", "fits", "max_tokens", "max_batch"),
+    *("formula", "refusal"),
 )
+LAYER_COLUMNS = ("model", "runtime", "tokens", "batch", "layer", "kind", "kept_tokens", "bytes", "state_bytes")
 
 
 def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
@@ -42,29 +22,44 @@ def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     if layers:
-        writer.writerow(("model", "runtime", "tokens", "batch", "layer", "kind", "kept_tokens", "bytes", "state_bytes"))
+        writer.writerow(LAYER_COLUMNS)
         for answer in answers:
             writer.writerows(_layers(answer))
     else:
         writer.writerow(COLUMNS)
-        writer.writerows([_value(answer, name) for name in COLUMNS] for answer in answers)
+        for answer in answers:
+            values = _values(answer)
+            writer.writerow([values.get(name) for name in COLUMNS])
     return stream.getvalue()
 
 
-def _value(answer: Answer, name: str) -> object:
-    for record, renamed in (
-        (answer, {"beyond_context_limit": "beyond_limit"}),
-        (answer.footprint, {}),
-        (answer.model, {"model": "name"}),
-        (answer.budget, {}),
-        (answer.budget.memory if answer.budget else None, {"memory_bytes": "total_bytes"}),
-    ):
-        attribute = renamed.get(name, name)
-        if record is None or attribute == "model" or not hasattr(record, attribute):
-            continue
-        value = getattr(record, attribute)
-        return str(value).lower() if isinstance(value, bool) else value
-    return None
+def _values(answer: Answer) -> dict[str, object]:
+    """An answer's cells by column; a column that it has nothing for is missing, so empty."""
+    model, found, fits = answer.model, answer.footprint, answer.budget
+    values: dict[str, object] = {
+        "model": model.name,
+        "model_type": model.model_type,
+        "method": model.method,
+        "runtime": answer.runtime,
+        "tokens": answer.tokens,
+        "batch": answer.batch,
+        "tp": answer.tp,
+        "context_limit": model.context_limit,
+        "beyond_context_limit": _word(answer.beyond_limit),
+        "refusal": answer.refusal,
+    }
+    if found is not None:
+        sizes = COLUMNS[COLUMNS.index("total_bytes") : COLUMNS.index("context_limit")]
+        names = ("release", "k_dtype", "v_dtype", "formula", *sizes)
+        values |= {name: getattr(found, name) for name in names}
+    if fits is not None:
+        values |= {"memory_bytes": fits.memory.total_bytes, "cache_bytes": fits.memory.cache_bytes}
+        values |= {"fits": _word(fits.fits), "max_tokens": fits.max_tokens, "max_batch": fits.max_batch}
+    return values
+
+
+def _word(value: bool | None) -> str | None:
+    return None if value is None else str(value).lower()
 
 
 def _layers(answer: Answer) -> list[tuple[object, ...]]:

@@ -89,9 +89,7 @@ def _layer(index: int, layer: LayerKV, row: LayerBytes) -> dict[str, Any]:
             {"name": tensor.name, "heads": tensor.heads, "dim": tensor.dim, "dtype": tensor.dtype}
             for tensor in layer.tensors
         ],
-        "states": [
-            {"name": state.name, "shape": list(state.shape), "dtype": state.dtype} for state in layer.states
-        ],
+        "states": [{"name": state.name, "shape": list(state.shape), "dtype": state.dtype} for state in layer.states],
     }
 
 
@@ -115,7 +113,6 @@ def _check(row: CheckRow) -> dict[str, Any]:
         "agrees": row.agrees,
         "predicted_layer_bytes": list(row.predicted_bytes),
         "measured_layer_bytes": list(row.measured_bytes),
-        "predicted_storage_bytes": row.predicted_storage_bytes,
         "measured_storage_bytes": row.measured_storage_bytes,
     }
 

@@ -56,9 +56,7 @@ def render(answers: Sequence[Answer], *, layers: bool = False, color: bool = Fal
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-def _print(
-    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]
-) -> None:
+def _print(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading, number in zip(headings, numbers, strict=True):
         table.add_column(Text(heading), justify="right" if number else "left", no_wrap=True)
