@@ -35,6 +35,7 @@ ELEMENT_TYPES: dict[str, ElementType] = {
     row.name: row
     for row in (
         ElementType(name="float64", block_bytes=8),
+        ElementType(name="int64", block_bytes=8),
         ElementType(name="float32", block_bytes=4),
         ElementType(name="bfloat16", block_bytes=2),
         ElementType(name="float16", block_bytes=2),
