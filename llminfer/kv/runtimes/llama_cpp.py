@@ -17,6 +17,7 @@ from llminfer.kv.runtimes.records import (
     LayerBytes,
     Request,
     Runtime,
+    check_latent,
     check_no_compression,
     each_layer,
     per_token_terms,
@@ -53,11 +54,16 @@ WINDOWED_MODEL_TYPES = frozenset(
         "smallthinker",
     }
 )
+# models/*.cpp that read attention.key_length_mla; MiniCPM3's heads are cached expanded
+LATENT_MODEL_TYPES = frozenset(
+    {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear"}
+)
 
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """Cells for batch · tokens tokens, a smaller pool for sliding layers, states in float32."""
     check_no_compression("llama.cpp", model, layers)
+    check_latent("llama.cpp", model, layers, LATENT_MODEL_TYPES)
     _check_blocks(layers, request)
     windowed = model.model_type in WINDOWED_MODEL_TYPES
     rows = each_layer(layers, lambda layer: _layer(layer, request, windowed=windowed))

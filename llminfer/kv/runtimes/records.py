@@ -127,18 +127,19 @@ def per_token_terms(
         symbol: the letter that stands for `slots` in the formula.
     """
     seen = slots if tokens is None else tokens
-    groups: dict[tuple[int, int, int, ElementType], int] = {}
+    groups: dict[tuple[int, int, int, ElementType], list[str]] = {}
     for tensor in layer.tensors:
         key = (tensor.heads, tensor.dim, tensor.entries(tokens=seen, kept=slots), tensor_type(tensor, request))
-        groups[key] = groups.get(key, 0) + 1
+        groups.setdefault(key, []).append(tensor.name)
     latent = layer.kind.startswith("latent")
     terms = []
-    for (heads, dim, entries, kind), count in groups.items():
+    for (heads, dim, entries, kind), names in groups.items():
+        count = len(names)
         before = [pair for pair in (("B", sequences), (str(count), count)) if pair[1] != 1]
         used = [*before, *([] if latent else [("h_kv", heads)]), ("d_c" if latent else "d_h", dim)]
         terms.append(
             Term(
-                label=layer.kind,
+                label=layer.kind if len(groups) == 1 else f"{layer.kind} {', '.join(names)}",
                 symbols=(*(name for name, _ in used), symbol, "b_e"),
                 factors=(*(str(value) for _, value in used), str(entries), bytes_per_element(kind)),
                 size_bytes=sequences * count * kind.size_bytes(heads * dim * entries),
@@ -193,6 +194,17 @@ def check_no_compression(runtime: str, model: ModelKV, layers: Iterable[LayerKV]
     kinds = {layer.kind for layer in layers if any(tensor.stride != 1 for tensor in layer.tensors)}
     if kinds:
         raise refuse(runtime, model, f"no rule for the compressed entries of {', '.join(sorted(kinds))} layers")
+
+
+def check_latent(runtime: str, model: ModelKV, layers: Iterable[LayerKV], known: frozenset[str]) -> None:
+    """Refuse a model with a latent that the runtime is not known to keep compressed.
+
+    Raises:
+        UnsupportedArchitecture: naming the model types whose latent it does keep.
+    """
+    if model.model_type not in known and any(layer.kind.startswith("latent") for layer in layers):
+        reason = f"it is not known to keep the latent of {model.model_type} compressed"
+        raise refuse(runtime, model, reason, hint=f"known: {', '.join(sorted(known))}")
 
 
 def refuse(runtime: str, model: ModelKV, reason: str, *, hint: str | None = None) -> UnsupportedArchitecture:

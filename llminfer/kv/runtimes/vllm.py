@@ -24,6 +24,7 @@ from llminfer.kv.runtimes.records import (
     Request,
     Runtime,
     Term,
+    check_latent,
     check_no_compression,
     each_layer,
     per_token_terms,
@@ -36,6 +37,8 @@ MAX_BATCHED_TOKENS = 2048
 TYPES = ("float32", "bfloat16", "float16", "fp8")
 # model types whose vLLM config pins the recurrent state to float32 (mamba_ssm_cache_dtype)
 FLOAT32_STATE_MODEL_TYPES = frozenset({"nemotron_h", "kimi_linear"})
+# model types for which vLLM's `is_deepseek_mla` holds; it expands the heads of MiniCPM3
+LATENT_MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ def _check(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Non
     if request.k_type.name not in TYPES:
         raise UsageError(f"vllm has no {request.k_type.name} cache", hint=f"known: {', '.join(TYPES)}")
     check_no_compression("vllm", model, layers)
+    check_latent("vllm", model, layers, LATENT_MODEL_TYPES)
     if any(tensor.name.startswith("index") for layer in layers for tensor in layer.tensors):
         raise refuse("vllm", model, "no rule for the keys of its indexer")
 
