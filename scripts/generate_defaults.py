@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -84,7 +85,7 @@ def entry(config_class: type[PreTrainedConfig], read: set[str]) -> tuple[dict[st
         entry["names"] = names
     key, text_type = text_part(config_class)
     if key:
-        entry |= {"text_key": key, "text_type": text_type}
+        entry |= {"text_key": key} | ({"text_type": text_type} if text_type else {})
     return entry, text_type
 
 
@@ -102,10 +103,15 @@ def text_part(config_class: type[PreTrainedConfig]) -> tuple[str | None, str | N
     """Where a composite config keeps its language model, and of which type that is by default."""
     for key in TEXT_KEYS:
         nested = config_class.sub_configs.get(key)
-        if nested is not None:
-            # a composite that takes any text config has its own idea of which it is when none is given
-            model_type = nested.model_type or getattr(config_class(), key).model_type
+        if nested is None:
+            continue
+        if model_type := getattr(nested, "model_type", ""):
             return key, model_type
+        # a composite that takes any text config has its own idea of which it is when none is given
+        try:
+            return key, getattr(config_class(), key).model_type
+        except StrictDataclassError:  # one that is not valid without more fields
+            return key, None
     return None, None
 
 

@@ -12,8 +12,8 @@ from llminfer.errors import UnknownConfigField
 from llminfer.kv.config import ConfigView
 from llminfer.kv.layer import PerToken
 
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
 
 
@@ -250,10 +250,8 @@ def compressed_sparse(view: ConfigView) -> tuple[PerToken, ...]:
     for name, dim in (("compressor", view.integer("head_dim")), ("indexer", view.integer("index_head_dim"))):
         tensors += _blocks(name, rate, dim, width=2 * dim)
         # of the last full block, what the next one overlaps with
-        tensors += [
-            PerToken(name=f"overlap_{part}.{name}", heads=rate, dim=dim, stride=rate, at_most=1, windowed=False)
-            for part in ("kv", "gate")
-        ]
+        overlap = PerToken(name=f"overlap_kv.{name}", heads=rate, dim=dim, stride=rate, at_most=1, windowed=False)
+        tensors += [overlap, replace(overlap, name=f"overlap_gate.{name}", dtype="float32")]
     return tuple(tensors)
 
 

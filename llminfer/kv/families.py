@@ -172,6 +172,7 @@ def _text_view(config: Mapping[str, Any], source: str) -> ConfigView:
     if outer.text_type and not (nested and part.get("model_type")):
         # old files keep everything at the top, and a part may leave out its type
         part = {**part, "model_type": outer.text_type}
+    part = _PARTS.get(outer_type, lambda part: part)(part)
     own = type_defaults(str(part.get("model_type") or ""))
     return ConfigView(
         config=part,
@@ -200,10 +201,6 @@ def _without_shared(view: ConfigView, kinds: list[str], layers: Layers) -> Layer
     """Gemma 3n and 4: the last `num_kv_shared_layers` layers read the cache of earlier ones."""
     shared = view.integer("num_kv_shared_layers", default=0, least=0)
     return tuple(_EMPTY if index >= len(layers) - shared else layer for index, layer in enumerate(layers))
-
-
-def _all_shared(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
-    return (_EMPTY,) * len(layers)
 
 
 def _twice(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
@@ -277,6 +274,10 @@ def _mimo_v2_flash(view: ConfigView) -> ConfigView:
     return view if size is None else view.at(0, {"sliding_window": view.integer("sliding_window_size") + 1})
 
 
+def _inkling(view: ConfigView) -> ConfigView:
+    return view.at(0, {"sliding_window": view.integer("sliding_window", "sliding_window_size")})
+
+
 def _modernbert_decoder(view: ConfigView) -> ConfigView:
     """ModernBERT: `local_attention` counts both directions."""
     return view.at(0, {"sliding_window": view.integer("local_attention") // 2})
@@ -310,6 +311,16 @@ def _qwen4(view: ConfigView) -> ConfigView:
     return view.at(0, {"layer_types": [INDEXED if kind == FULL else kind for kind in listed]})
 
 
+def _assistant(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gemma 4's drafters read the cache of the model they draft for: every layer is shared."""
+    return {**part, "num_kv_shared_layers": part.get("num_kv_shared_layers") or part.get("num_hidden_layers")}
+
+
+# composites that change their language model's config
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "gemma4_assistant": _assistant,
+    "gemma4_unified_assistant": _assistant,
+}
 _EMPTY = LayerKV(kind="none")
 _PLAIN = Family()
 _UNTYPED = Family()
@@ -326,6 +337,7 @@ _DECODER_HALF = Family(
     notes=("the decoder alone: with an encoder, every layer also caches keys and values of the source",),
 )
 _INKLING = Family(
+    prepare=_inkling,
     attention=attention.inkling,
     states=recurrent.inkling,
     of_kind={HYBRID_SLIDING: partial(attention.inkling, sliding=True)},
