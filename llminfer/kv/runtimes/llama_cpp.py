@@ -3,8 +3,9 @@
 Sources, llama.cpp 0c1e57098 (llama-cpp-python 0.3.36): `llama-context.cpp` pads the context,
 `llama-kv-cache-iswa.cpp` sizes the sliding pool, `llama-kv-cache.cpp` leaves V out for MLA,
 `llama-hparams.cpp` (`n_embd_r`, `n_embd_s`) and `llama-model.cpp` give the recurrent states.
-Modelled without --swa-full, as llama-server and llama-cli run, with a unified pool (`--kv-unified`; with one sequence there is no difference), flash
-attention on, and the default physical batch.
+Modelled without --swa-full, as llama-server and llama-cli run, with a unified pool
+(`--kv-unified`; with one sequence there is no difference), flash attention on, and the default
+physical batch.
 """
 
 from __future__ import annotations
