@@ -72,21 +72,26 @@ def entries(read: set[str]) -> dict[str, dict[str, Any]]:
 
 def entry(config_class: type[PreTrainedConfig], read: set[str]) -> tuple[dict[str, Any], str | None]:
     """A config class as its entry, and the model type of the language model inside it."""
-    values = {
+    # a field may be read by its common name or by the type's own
+    read = read | {own for name, own in config_class.attribute_map.items() if name in read}
+    values: dict[str, Any] = {
         field.name: value
         for field in dataclasses.fields(config_class)
         if field.name in read and (value := plain_default(field)) is not None
     }
     names = {name: own for name, own in config_class.attribute_map.items() if name in read}
-    entry: dict[str, Any] = {}
+    for key, nested in config_class.sub_configs.items():
+        if key in read - {*TEXT_KEYS} and dataclasses.is_dataclass(nested):
+            values[key] = entry(nested, read)[0].get("values", {})
+    result: dict[str, Any] = {}
     if values:
-        entry["values"] = values
+        result["values"] = values
     if names:
-        entry["names"] = names
+        result["names"] = names
     key, text_type = text_part(config_class)
     if key:
-        entry |= {"text_key": key} | ({"text_type": text_type} if text_type else {})
-    return entry, text_type
+        result |= {"text_key": key} | ({"text_type": text_type} if text_type else {})
+    return result, text_type
 
 
 def plain_default(field: dataclasses.Field[Any]) -> Any:

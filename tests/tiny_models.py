@@ -35,6 +35,7 @@ _SIZES: dict[str, Any] = {
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 12,
     "hidden_size": 32,
+    "hidden_size_global": 32,
     "n_embd": 32,
     "d_model": 32,
     "emb_dim": 32,
@@ -123,7 +124,8 @@ _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
 # what a type needs beyond the sizes to build and run, and to have every kind of layer it can have
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, "linear_head_dim": 8},
-    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4], "num_hidden_layers": 3},
+    # as many as its encoder and decoder have, since the cache is made from the outer config
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4], "num_hidden_layers": 4},
     "bamba": {"attn_layer_indices": [1, 3], **_MAMBA2},
     "cohere_compass_text": {
         "rope_parameters": {
@@ -132,6 +134,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "cpmant": {"vocab_size": VOCABULARY, "dim_head": 16, "dim_ff": 48, "prompt_length": 3, "prompt_types": 8},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
+    "dots3_note": {"vision_config": {"adapter_out_dim": 32}, "audio_config": {"adapter_out_dim": 32}},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -154,7 +157,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA2},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, **_SHARED_KV},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -198,6 +200,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
+# drafters, and the type of the text config inside them
+_ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _DECODERS = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -215,6 +219,9 @@ def tiny_fields(model_type: str) -> dict[str, Any]:
     """What `tiny_config` passes to the config class of a model type."""
     config_class = CONFIG_MAPPING[model_type]
     fields = _small_sizes(config_class) | _OVERRIDES.get(model_type, {})
+    if model_type in _ASSISTANTS:
+        text = tiny_fields(_ASSISTANTS[model_type]) | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        return {"text_config": {"model_type": _ASSISTANTS[model_type], **text}}
     if config_class.sub_configs:
         default = config_class()
         for name in config_class.sub_configs.keys() - fields.keys():

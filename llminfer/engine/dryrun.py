@@ -7,17 +7,35 @@ seconds and no memory to speak of, whatever the model's size.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    MusicgenForCausalLM,
+    MusicgenMelodyForCausalLM,
+)
 
-from llminfer.errors import UnsupportedArchitecture
+from llminfer.errors import LlminferError, UnsupportedArchitecture
+from llminfer.kv.config import text_config
+from llminfer.kv.dtypes import element_type
+from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 
 # counters and constants that cache layers hold as tensors; they say where the cache is, not what it holds
 _BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer_cumulative_length", "seqlen_offset"})
+# a length that no window is as short as, and one that shows what has stopped growing
+_PROBES = (3, 6000)
+# MusicGen's decoder drops all but the last token of a prompt when it is given a cache
+_PLAIN_INPUTS = frozenset({"musicgen_decoder", "musicgen_melody_decoder"})
 # the names under which a model's output carries what the next step needs
 _MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
@@ -68,6 +86,54 @@ class Measurement:
         return sum(layer.storage_bytes for layer in self.layers)
 
 
+def dry_run(
+    config: Mapping[str, Any], *, tokens: int, steps: int = 1, batch: int = 1, dtype: str | None = None
+) -> tuple[Measurement, ...]:
+    """The cache of this config's model after a prefill of `tokens` tokens, and after each of `steps` more.
+
+    Raises:
+        UnsupportedArchitecture: when transformers has no causal language model for the config, or
+            it cannot run without weights.
+    """
+    model_type = str(config.get("model_type") or "")
+    try:
+        with warnings.catch_warnings(), torch.device("meta"), torch.no_grad():
+            warnings.simplefilter("ignore")
+            model = _build(AutoConfig.for_model(**config), dtype)
+            ids = torch.ones((batch * _rows(model), tokens), dtype=torch.long)
+            return tuple(
+                Measurement(tokens=seen, layers=measure_model(model, cache))
+                for seen, cache in decode(model, ids, steps=steps)
+            )
+    except LlminferError:
+        raise
+    except Exception as error:  # whatever a model's own code raises on tensors without values
+        raise UnsupportedArchitecture(
+            f"a dry run of model type {model_type!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def dry_run_model(config: Mapping[str, Any], *, source: str, name: str | None = None) -> ModelKV:
+    """The records of a model as a dry run shows them, for types that the tables do not know.
+
+    Two prefills are compared: a tensor that is the same in both is a state, one that grew by a
+    whole entry for every token grows, one that stopped growing has a window.
+
+    Raises:
+        UnsupportedArchitecture: when it cannot run, or a tensor grows in another way.
+    """
+    short, long = (dry_run(config, tokens=tokens, steps=0)[0] for tokens in _PROBES)
+    limit = _context_limit(config)
+    return ModelKV(
+        name=name or source,
+        model_type=str(config.get("model_type") or ""),
+        layers=tuple(_as_record(source, *pair) for pair in zip(short.layers, long.layers, strict=True)),
+        dtype=_dtype_name(config),
+        context_limit=limit,
+        method="dry run",
+    )
+
+
 def measure_cache(cache: Any) -> tuple[LayerBytes, ...]:
     """Every tensor of a cache, layer by layer.
 
@@ -96,7 +162,12 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
     Yields:
         The tokens seen so far and the cache, after each forward.
     """
-    kwargs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(ids)}
+    if model.config.model_type in _PLAIN_INPUTS:
+        yield from _decode_plainly(model, ids, steps)
+        return
+    kwargs: dict[str, Any] = {"use_cache": True}
+    if ids.device.type != "meta":  # a mask without values cannot be looked at
+        kwargs["attention_mask"] = torch.ones_like(ids)
     if model._supports_default_dynamic_cache():
         kwargs["cache"] = DynamicCache(config=model.config.get_text_config(decoder=True))
     for step in range(steps + 1):
@@ -111,11 +182,73 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
         ids = torch.cat([ids, ids[:, -1:]], dim=-1)
 
 
+def _build(config: Any, dtype: str | None) -> Any:
+    classes = {"musicgen": MusicgenForCausalLM, "musicgen_melody": MusicgenMelodyForCausalLM}
+    name = dtype or str(config.get_text_config(decoder=True).dtype or config.dtype or "float32")
+    options = {"dtype": getattr(torch, name.removeprefix("torch."))}
+    if config.model_type in classes:  # their own class wants the decoder's config
+        return classes[config.model_type]._from_config(config.decoder, **options).eval()
+    for known in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in known._model_mapping:
+            return known.from_config(config, **options).eval()
+    raise UnsupportedArchitecture(f"transformers has no language model for type {config.model_type!r}")
+
+
+def _rows(model: Any) -> int:
+    """Rows of ids per sequence: one for each codebook where a model reads several at once."""
+    return int(getattr(model, "num_codebooks", 1)) if model.config.model_type in _PLAIN_INPUTS else 1
+
+
+def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
+    """One layer's record from its tensors at two lengths."""
+    few, many = _PROBES
+    before = {tensor.name: tensor for tensor in short.tensors}
+    tensors: list[PerToken] = []
+    states: list[State] = []
+    windows: set[int] = set()
+    for tensor in long.tensors:
+        old = before.get(tensor.name)
+        changed = [] if old is None else [i for i, pair in enumerate(zip(old.shape, tensor.shape)) if len({*pair}) > 1]
+        if old is not None and not changed:
+            states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=tensor.dtype))
+            continue
+        if old is None or len(changed) != 1 or old.shape[changed[0]] != few:
+            raise UnsupportedArchitecture(f"{source}: cannot tell how the tensor {tensor.name} of a dry run grows")
+        kept = tensor.shape[changed[0]]
+        if kept != many:
+            windows.add(kept + 1)  # the newest token is seen and not kept
+        elements = math.prod(tensor.shape) // kept
+        tensors.append(PerToken(name=tensor.name, heads=1, dim=elements, windowed=kept != many))
+    if len(windows) > 1:
+        raise UnsupportedArchitecture(f"{source}: a layer of a dry run has windows of {sorted(windows)}")
+    kind = "none" if not long.tensors else "sliding" if windows else "full" if tensors else "linear"
+    return LayerKV(kind=kind, tensors=tuple(tensors), states=tuple(states), window=windows.pop() if windows else None)
+
+
+def _dtype_name(config: Mapping[str, Any]) -> str:
+    part = text_config(config)
+    return element_type(str(part.get("dtype") or part.get("torch_dtype") or "float32")).name
+
+
+def _context_limit(config: Mapping[str, Any]) -> int | None:
+    limit = text_config(config).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
+def _decode_plainly(model: Any, ids: torch.Tensor, steps: int) -> Iterator[tuple[int, Any]]:
+    cache = DynamicCache(config=model.config)
+    for step in range(steps + 1):
+        model(input_ids=ids[:, -1:] if step else ids, cache=cache, use_cache=True)
+        yield ids.shape[-1] + step, cache
+
+
 def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
     if cache is None:
         return []
     if isinstance(cache, EncoderDecoderCache):
-        return _layer_tensors(cache.self_attention_cache)
+        # BLT's decoder layers are in the second cache; a decoder alone leaves it empty
+        cross = _layer_tensors(cache.cross_attention_cache)
+        return _layer_tensors(cache.self_attention_cache) + (cross if any(cross) else [])
     if isinstance(cache, Cache):
         layers = [_named_tensors(vars(layer)) for layer in cache.layers]
         # MiniMax keeps the states of its linear layers beside the list of layers
@@ -126,7 +259,8 @@ def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
     if hasattr(cache, "states_cache"):  # Reformer
         return [
             _named_tensors({"states": states, "buckets": buckets})
-            for states, buckets in zip(cache.states_cache, cache.buckets_cache, strict=True)
+            # an empty entry is added for every step of a local layer, behind those of the layers
+            for states, buckets in zip(cache.states_cache, cache.buckets_cache, strict=False)
         ]
     if hasattr(cache, "rnn_state"):  # xLSTM
         return [_named_tensors({"state": state}) for state in cache.rnn_state.values()]

@@ -120,6 +120,25 @@ def xlnet(view: ConfigView) -> tuple[PerToken, ...]:
     return (PerToken(name="mems", heads=1, dim=view.size("d_model", *HIDDEN), extra_tokens=1),)
 
 
+def reformer(view: ConfigView) -> tuple[PerToken, ...]:
+    """Reformer's local layers: the hidden states, from which keys and values are made anew."""
+    return (PerToken(name="states", heads=1, dim=view.size(*HIDDEN)),)
+
+
+def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
+    """Reformer's hashing layers: the same and, for sequences longer than a chunk, the bucket of every head and round."""
+    return (
+        *reformer(view),
+        PerToken(
+            name="buckets",
+            heads=view.size(*HEADS),
+            dim=view.integer("num_hashes"),
+            dtype="int64",
+            after=view.integer("lsh_attn_chunk_length"),
+        ),
+    )
+
+
 def zamba(view: ConfigView) -> tuple[PerToken, ...]:
     """Zamba: attention over the hidden state and the embedding side by side, so 2 · hidden / heads wide."""
     heads = view.size(*HEADS)

@@ -53,7 +53,7 @@ class Family:
     `states_of_kind` are those of single kinds that differ. `kind` names its full layers in the
     records. `prepare` rewrites old or derived fields to the usual ones before anything is read.
     `finish` turns the config's layers into the cache's, for types that cache a layer more than
-    once, or not at all. `notes` are sentences that any answer about the type has to carry.
+    once, or not at all; `read` replaces all of it where a config has no layers of its own. `notes` are sentences that any answer about the type has to carry.
     """
 
     attention: Tensors = attention.grouped
@@ -64,6 +64,7 @@ class Family:
     layers: tuple[str, ...] = LAYERS
     prepare: Callable[[ConfigView], ConfigView] = lambda view: view
     finish: Callable[[ConfigView, list[str], Layers], Layers] = lambda view, kinds, layers: layers
+    read: Callable[[ConfigView], Layers] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -128,6 +129,8 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
 
 def read_layers(view: ConfigView, family: Family) -> Layers:
     """The records of all layers of a cache, in its order."""
+    if family.read:
+        return family.read(view)
     view = family.prepare(view)
     count = view.size(*family.layers)
     if count > _MOST_LAYERS:
@@ -242,6 +245,31 @@ def _without_cross(view: ConfigView, kinds: list[str], layers: Layers) -> Layers
     return tuple(_EMPTY if index in cross else layer for index, layer in enumerate(layers))
 
 
+def _blt(view: ConfigView) -> Layers:
+    """BLT: the local encoder's layers and the local decoder's, which see bytes; the global ones see patches anew."""
+    layers: list[LayerKV] = []
+    for part in ("encoder_config", "decoder_config"):
+        nested = view.get(part)
+        if not isinstance(nested, Mapping):
+            raise view.missing(part)
+        own = replace(view, config=nested, defaults=view.defaults.get(part, {}), nested=True)
+        layer = LayerKV(kind="full", tensors=attention.grouped(own))
+        layers += [layer] * own.size(*LAYERS)
+    return tuple(layers)
+
+
+def _reformer(view: ConfigView) -> Layers:
+    """Reformer: a list of `local` and `lsh` layers."""
+    rules = {"local": attention.reformer, "lsh": attention.reformer_hashed}
+    listed = view.get("attn_layers")
+    if not isinstance(listed, list) or not listed or len(listed) > _MOST_LAYERS:
+        raise view.missing("attn_layers")
+    unknown = sorted({str(kind) for kind in listed} - rules.keys())
+    if unknown:
+        raise UnsupportedArchitecture(f"{view.source}: attn_layers has {unknown}", hint=f"known: {', '.join(rules)}")
+    return tuple(LayerKV(kind=str(kind), tensors=rules[str(kind)](view)) for kind in listed)
+
+
 def _dory(view: ConfigView) -> ConfigView:
     """Released files list attention and MLP as layers of their own, which doubles every count."""
     listed = view.get("layer_types")
@@ -272,6 +300,10 @@ def _mimo_v2_flash(view: ConfigView) -> ConfigView:
     """MiMo-V2-Flash: `sliding_window_size` does not count the newest token."""
     size = view.get("sliding_window_size")
     return view if size is None else view.at(0, {"sliding_window": view.integer("sliding_window_size") + 1})
+
+
+def _recurrent_gemma(view: ConfigView) -> ConfigView:
+    return view.at(0, {"sliding_window": view.integer("sliding_window", "attention_window_size")})
 
 
 def _inkling(view: ConfigView) -> ConfigView:
@@ -376,6 +408,7 @@ FAMILIES: dict[str, Family] = {
     ), _LATENT_INDEXED),  # fmt: skip
     "bailing_hybrid": replace(_LATENT, states=recurrent.bailing_hybrid),
     "bamba": _MAMBA2,
+    "blt": Family(read=_blt),
     "cpmant": Family(attention=attention.cpmant),
     "deepseek_v4": Family(
         attention=attention.shared_key_value,
@@ -439,8 +472,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "recurrent_gemma": Family(
         states=recurrent.recurrent_gemma,
+        prepare=_recurrent_gemma,
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
     ),
+    "reformer": Family(read=_reformer),
     "rwkv": Family(states=recurrent.rwkv),
     "xlm": Family(attention=attention.xlm),
     "xlnet": Family(attention=attention.xlnet),

@@ -269,7 +269,7 @@ def _recurrent_gemma(view: ConfigView, layers: int) -> list[str]:
     blocks = view.get("block_types")
     if not isinstance(blocks, list) or not blocks:
         raise view.missing("block_types")
-    return [LINEAR if blocks[index % len(blocks)] == "recurrent" else FULL for index in range(layers)]
+    return [LINEAR if blocks[index % len(blocks)] == "recurrent" else SLIDING for index in range(layers)]
 
 
 def _deepseek_v4(view: ConfigView, layers: int) -> list[str]:

@@ -16,6 +16,7 @@ class PerToken:
       the other part: one entry for each token since the last multiple of s (a buffer that empties).
     - `at_most`: never more entries than this (the last compressed entry's overlap: 0, then 1).
     - `extra_tokens`: entries beside those of the tokens (a learned prefix, a dummy token).
+    - `after` n: none at all until there are more than n tokens (Reformer's hash buckets).
     - `windowed` False: the layer's window does not apply to this tensor.
 
     `dtype` is None where the tensor follows the cache's element type, else the type it is pinned to.
@@ -32,6 +33,7 @@ class PerToken:
     remainder: bool = False
     at_most: int | None = None
     extra_tokens: int = 0
+    after: int = 0
     windowed: bool = True
 
     @property
@@ -47,6 +49,8 @@ class PerToken:
     def entries(self, *, tokens: int, kept: int) -> int:
         """Entries after `tokens` tokens of a sequence, of which the layer's window keeps `kept`."""
         seen = kept if self.windowed else tokens
+        if tokens <= self.after:
+            seen = 0
         count = seen % self.stride if self.remainder else seen // self.stride
         return min(count, self.at_most if self.at_most is not None else count) + self.extra_tokens
 
