@@ -376,11 +376,18 @@ def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
     rows: list[CheckRow] = []
     for moment in dry_run(dict(config), tokens=answer.tokens, steps=2, batch=answer.batch, dtype=found.dtype):
         predicted = footprint(answer.model, tokens=moment.tokens, batch=answer.batch, dtype=found.dtype)
+        # a storage that differs from the tensors is a peak, named by what came last: the prefill, or a step
+        before, name = predicted, "storage after prefill"
+        if rows:
+            before = footprint(answer.model, tokens=moment.tokens - 1, batch=answer.batch, dtype=found.dtype)
+            name = "storage after the next step"
+        storage = next((peak.size_bytes for peak in before.peaks if peak.name == name), predicted.total_bytes)
         rows.append(
             CheckRow(
                 tokens=moment.tokens,
                 predicted_bytes=predicted.layer_bytes,
                 measured_bytes=tuple(layer.size_bytes for layer in moment.layers),
+                predicted_storage_bytes=storage,
                 measured_storage_bytes=moment.storage_bytes,
             )
         )

@@ -14,18 +14,21 @@ from llminfer.kv.layer import ModelKV
 class CheckRow:
     """Prediction and measurement of one moment: the bytes of each layer in the real cache's tensors.
 
-    `measured_storage_bytes` is what the tensors keep allocated, shown beside them.
+    The storage is what these tensors keep allocated, views of something larger counted in full.
     """
 
     tokens: int
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
+    predicted_storage_bytes: int
     measured_storage_bytes: int
 
     @property
     def agrees(self) -> bool:
-        """Whether every layer's bytes are as predicted."""
-        return self.predicted_bytes == self.measured_bytes
+        """Whether every layer's bytes, and the storage of all, are as predicted."""
+        return (
+            self.predicted_bytes == self.measured_bytes and self.predicted_storage_bytes == self.measured_storage_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from typing import Any
 
 from llminfer.kv.answers import Answer, CheckRow
@@ -119,16 +120,18 @@ CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
 
 
 def check_rows(rows: Sequence[CheckRow]) -> list[tuple[str, ...]]:
-    """Prediction beside measurement: every layer, their sum, and the storage, at each moment."""
+    """Prediction beside measurement at each moment: layers (equal neighbours in one line), their sum, the storage."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
-        count = max(len(row.predicted_bytes), len(row.measured_bytes))
-        for index in range(count):
-            lines.append(
-                _compared(row.tokens, f"layer {index}", _at(row.predicted_bytes, index), _at(row.measured_bytes, index))
-            )
+        pairs = zip_longest(row.predicted_bytes, row.measured_bytes)
+        first = 0
+        for (predicted, measured), alike in groupby(pairs):
+            last = first + len(list(alike)) - 1
+            name = f"layer {first}" if last == first else f"layers {first}–{last}, each"
+            lines.append(_compared(row.tokens, name, predicted, measured))
+            first = last + 1
         lines.append(_compared(row.tokens, "all layers", sum(row.predicted_bytes), sum(row.measured_bytes)))
-        lines.append((str(row.tokens), "storage", NONE, str(row.measured_storage_bytes), ""))
+        lines.append(_compared(row.tokens, "storage", row.predicted_storage_bytes, row.measured_storage_bytes))
     return lines
 
 
@@ -186,10 +189,6 @@ def _compared(tokens: int, what: str, predicted: int | None, measured: int | Non
         NONE if measured is None else str(measured),
         verdict,
     )
-
-
-def _at(values: Sequence[int], index: int) -> int | None:
-    return values[index] if index < len(values) else None
 
 
 def _joined(values: Any) -> str:

@@ -113,6 +113,7 @@ def _check(row: CheckRow) -> dict[str, Any]:
         "agrees": row.agrees,
         "predicted_layer_bytes": list(row.predicted_bytes),
         "measured_layer_bytes": list(row.measured_bytes),
+        "predicted_storage_bytes": row.predicted_storage_bytes,
         "measured_storage_bytes": row.measured_storage_bytes,
     }
 
