@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llminfer.errors import InvalidParams
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHES = ("dynamic", "none")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 MIN_TEMPERATURE = 1e-6  # below it a float32 logit could overflow
 MAX_SEED = 2**64 - 1  # what torch.Generator.manual_seed accepts without wrapping

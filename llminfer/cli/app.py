@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
+from typer.core import TyperGroup
 
 from llminfer import __version__
 from llminfer.cli.generate import generate
@@ -17,10 +17,28 @@ from llminfer.errors import LlminferError
 
 INTERRUPTED_EXIT_CODE = 130
 
+# the framework brings its own copy of click in some releases, so its classes are reached through its own
+_UsageError: Any = typer.BadParameter.__bases__[0]
+_FrameworkError: Any = _UsageError.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """The subcommands; a reader of standard output that leaves early ends them quietly."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # caught here, since the framework would turn it into exit code 1
+            _silence_stdout()
+            return 0
+
+
 app = typer.Typer(
     name="llminfer",
+    cls=_Commands,
     help="Run a language model token by token and see what every step costs, down to the byte of the KV cache.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help: no escape codes in logs, and half the start-up time
     pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts and tokens
@@ -55,23 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code; errors become `error:` and `hint:` lines."""
     try:
-        result = app(args=arguments, prog_name="llminfer", standalone_mode=False)
-        sys.stdout.flush()
+        result = app(args=arguments or ["--help"], prog_name="llminfer", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except LlminferError as error:
         if "--debug" in arguments:
             raise
         return report(error)
-    except click.UsageError as error:
+    except _UsageError as error:
         hint = f"see {error.ctx.command_path} --help" if error.ctx else None
         return _print_error(error.format_message(), hint, exit_code=2)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:
-        _silence_stdout()
-        return 0
-    except click.ClickException as error:
+    except _FrameworkError as error:
         return _print_error(error.format_message(), None, exit_code=error.exit_code)
     except Exception as error:
         if "--debug" in arguments:

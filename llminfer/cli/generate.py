@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.params import CACHES, DEVICE, DTYPES, SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -191,9 +191,11 @@ def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
 
 def _check_choices(request: _Request) -> None:
     choices = {
-        "--dtype": (request.dtype, ("auto", "float32", "bfloat16", "float16")),
-        "--cache": (request.cache, ("dynamic", "none")),
+        "--dtype": (request.dtype, DTYPES),
+        "--cache": (request.cache, CACHES),
     }
+    if not DEVICE.fullmatch(request.device):
+        raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
     for flag, (value, known) in choices.items():
         if value not in known:
             raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")

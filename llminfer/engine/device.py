@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable
 
 import torch
 
 from llminfer.errors import InvalidParams, ModelNotAvailable
+from llminfer.params import DEVICE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
 def available_devices() -> list[str]:
@@ -28,7 +27,7 @@ def choose_device(name: str) -> torch.device:
         InvalidParams: for a name that is no device.
         ModelNotAvailable: for a device that this machine lacks; never falls back in silence.
     """
-    if not _DEVICE.fullmatch(name):
+    if not DEVICE.fullmatch(name):
         raise InvalidParams(f"unknown device {name!r}", hint="one of auto, cpu, cuda, cuda:N, mps")
     present = available_devices()
     if name == "auto":

@@ -10,10 +10,8 @@ faster road (`GGUF_CONFIG_ARCHS`) go through its `from_pretrained`.
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,15 +19,13 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
+from transformers import AutoModelForCausalLM, GgufConfig
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 from transformers.modeling_gguf_pytorch_utils import (
-    GGUF_SUPPORTED_ARCHITECTURES,
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
 )
 
 from llminfer.engine.checkpoint_cache import (
@@ -40,13 +36,15 @@ from llminfer.engine.checkpoint_cache import (
     read_manifest,
     require_room,
 )
-from llminfer.engine.gguf_tokenizer import save_tokenizer, special_token_ids, vocabulary_size
-from llminfer.errors import LlminferError, ModelNotAvailable, UnsupportedArchitecture
-from llminfer.kv.gguf import GgufHeader, GgufTensor, SkippedValue, read_gguf_header
+from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.engine.gguf_config import ROPE_TENSORS, gguf_config, unsupported
+from llminfer.engine.gguf_tokenizer import save_tokenizer, special_token_ids
+from llminfer.engine.safetensors_writer import SafetensorsWriter
+from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
+from llminfer.kv.gguf import GgufHeader, GgufTensor, read_gguf_header
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Derived from the config at run time, so not in any checkpoint.
-_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_DEQUANTIZE_CHUNK_ELEMENTS = 1 << 15  # torch's own grain: a thread's least share
 
 
 def checkpoint_for_gguf(
@@ -92,140 +90,64 @@ def _require_convertible(header: GgufHeader) -> None:
 def _convert(
     header: GgufHeader, folder: Path, generation_defaults: dict[str, object], progress: Progress | None
 ) -> tuple[str, ...]:
-    config = _config(header, folder)
+    config, warnings = gguf_config(header, folder)
     model = _empty_model(header, config)
-    warnings = list(_rope_warnings(header))
+    unused: list[str] = []
     if header.architecture in GGUF_CONFIG_ARCHS:
         loaded = _load(header, config)
         stored, tensors = _stored_shapes(model, set(loaded)), iter(loaded.items())
     else:
         names = _tensor_names(header, model)
+        unused = _unused_tensors(header, names)
         stored, tensors = _stored_shapes(model, set(names.values())), _mapped_tensors(header, config, names)
-        warnings.extend(_unused_warnings(header, names))
-    with (folder / "model.safetensors").open("wb") as file:
-        weights = _Weights(file, stored)
-        require_room(folder, weights.end_bytes)
-        for name, tensor in tensors:
-            weights.write(header, name, tensor)
-            if progress is not None:
-                progress("convert", weights.written_bytes, weights.end_bytes)
-        weights.require_all(header)
+    _write_weights(header, folder / "model.safetensors", stored, tensors, unused=unused, progress=progress)
+    if unused:
+        what = f"{len(unused)} tensors have no place in the model, such as {unused[0]!r}"
+        warnings = (*warnings, f"{header.path.name}: {what}")
     if progress is not None:
         progress("tokenizer", 0, 1)
-    warnings.extend(save_tokenizer(header, folder))
+    warnings = (*warnings, *save_tokenizer(header, folder))
+    if progress is not None:
+        progress("tokenizer", 1, 1)
     _save_configs(header, folder, config, type(model).__name__, generation_defaults)
-    return tuple(warnings)
+    return warnings
 
 
-@contextmanager
-def _transformers_errors(header: GgufHeader, what: str) -> Iterator[None]:
-    """Any error of transformers on metadata that nobody vouches for, as one line of ours."""
-    try:
-        yield
-    except (LlminferError, MemoryError):
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ModelNotAvailable(f"{header.path}: {what} ({type(error).__name__}: {reason})") from error
-
-
-# The config
-
-
-def _config(header: GgufHeader, folder: Path) -> Any:
-    """The config that transformers derives, with the ids and the vocabulary that the file states."""
-    with _transformers_errors(header, "its metadata does not describe a model"):
-        fields = _config_fields(header, folder)
-        model_type = fields.pop("model_type")
-        if model_type not in transformers.CONFIG_MAPPING:
-            raise _unsupported(header)
-        embedding = next((t for t in header.tensors if t.name == "token_embd.weight"), None)
-        ids = special_token_ids(header)
-        fields |= {
-            # the rows of the embedding, which may be padded beyond the tokens
-            "vocab_size": embedding.shape[-1] if embedding else vocabulary_size(header),
-            # a class default here is another model's id
-            "bos_token_id": ids.get("bos_token_id"),
-            "eos_token_id": ids.get("eos_token_id"),
-            "pad_token_id": ids.get("padding_token_id"),
-        }
-        if fields["vocab_size"] < vocabulary_size(header):
-            raise ModelNotAvailable(
-                f"{header.path} has {vocabulary_size(header)} tokens, but {fields['vocab_size']} embeddings"
-            )
-        return AutoConfig.for_model(model_type, **fields)
-
-
-def _config_fields(header: GgufHeader, folder: Path) -> dict[str, Any]:
-    if header.architecture in GGUF_CONFIG_ARCHS:
-        counts = {key: _plain(value) for key, value in header.metadata.items()}
-        return get_gguf_config(counts, tuple(tensor.name for tensor in header.tensors))
-    stub = folder / "stub.gguf"
-    try:
-        _write_stub(header, stub)
-        fields: dict[str, Any] = load_gguf_checkpoint(stub, return_tensors=False)["config"]
-    except ValueError as error:
-        if "is not supported" in str(error):
-            raise _unsupported(header) from error
-        raise
-    finally:
-        stub.unlink(missing_ok=True)
-    fields.pop("_model_name_or_path", None)
-    if header.architecture == "gpt2" and "n_ctx" in fields:
-        # transformers maps the length to a field that its GPT-2 no longer reads
-        fields["n_positions"] = fields.pop("n_ctx")
-    return fields
-
-
-def _write_stub(header: GgufHeader, path: Path) -> None:
-    """A file with the same metadata and tensor names and nothing that takes long to read."""
-    writer = gguf.GGUFWriter(path, header.architecture)
-    for key, value in header.metadata.items():
-        if key in ("general.architecture", "general.alignment") or value == () or isinstance(value, SkippedValue):
-            continue
-        if isinstance(value, tuple):
-            writer.add_array(key, list(value))
-        else:
-            writer.add_key_value(key, value, _STUB_TYPES[type(value)])
-    if f"{header.architecture}.vocab_size" not in header.metadata:
-        writer.add_vocab_size(vocabulary_size(header))
-    # where the size comes from the list, any list will do: we know the size
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
-    for tensor in header.tensors:
-        writer.add_tensor(tensor.name, np.zeros(1, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-_STUB_TYPES = {
-    bool: gguf.GGUFValueType.BOOL,
-    int: gguf.GGUFValueType.INT64,
-    float: gguf.GGUFValueType.FLOAT64,
-    str: gguf.GGUFValueType.STRING,
-}
-
-
-def _plain(value: Any) -> Any:
-    return value.count if isinstance(value, SkippedValue) else list(value) if isinstance(value, tuple) else value
-
-
-def _unsupported(header: GgufHeader) -> UnsupportedArchitecture:
-    known = sorted({*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"})
-    return UnsupportedArchitecture(
-        f"{header.path}: GGUF files of the architecture {header.architecture!r} cannot be converted",
-        hint=f"transformers {transformers.__version__} converts {', '.join(known)}",
-    )
-
-
-def _rope_warnings(header: GgufHeader) -> tuple[str, ...]:
-    kind = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
-    tensors = [tensor.name for tensor in header.tensors if tensor.name in _ROPE_TENSORS]
-    if header.architecture in (*GGUF_CONFIG_ARCHS, "gpt-oss") or (kind == "none" and not tensors):
-        return ()
-    what = f"the rope scaling {kind!r}" if kind != "none" else f"the rope scaling in {tensors[0]}"
-    return (f"{header.path.name}: {what} is not carried over, so long contexts lose quality",)
+def _write_weights(
+    header: GgufHeader,
+    path: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    *,
+    unused: list[str],
+    progress: Progress | None,
+) -> None:
+    with path.open("wb") as file:
+        writer = SafetensorsWriter(file, stored)
+        # nearer misses are named by tensor below; this far off, the file system would fail first
+        if writer.data_bytes > 64 * 4 * header.parameter_count:
+            n_stored = writer.data_bytes // 4
+            what = f"its metadata describes {n_stored} parameters, its tensors hold {header.parameter_count}"
+            raise ModelNotAvailable(f"{header.path}: {what}")
+        # no more than the file can fill, when its metadata claims a bigger model
+        require_room(path.parent, min(writer.data_bytes, 4 * header.parameter_count))
+        for name, tensor in tensors:
+            if name not in stored:  # tied to one that is
+                continue
+            if tuple(tensor.shape) != stored[name]:
+                what = f"{name} has the shape {tuple(tensor.shape)}, the model needs {stored[name]}"
+                raise ModelNotAvailable(f"{header.path}: {what}")
+            writer.write(name, tensor)
+            if progress is not None:
+                progress("convert", writer.written_bytes, writer.data_bytes)
+    # transformers would make up the values of a parameter that is missing
+    if writer.missing and unused:
+        what = f"{len(unused)} of its tensors have no known place in the model, such as {unused[0]!r}"
+        raise UnsupportedArchitecture(f"{header.path}: {what}")
+    if writer.missing:
+        raise ModelNotAvailable(
+            f"{header.path} lacks {len(writer.missing)} tensors of the model, such as {writer.missing[0]}"
+        )
 
 
 # The model's tensors
@@ -234,8 +156,8 @@ def _rope_warnings(header: GgufHeader) -> tuple[str, ...]:
 def _empty_model(header: GgufHeader, config: Any) -> Any:
     """The model on the meta device: its names and shapes, no weights."""
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _unsupported(header)
-    with _transformers_errors(header, "its metadata does not describe a model"), torch.device("meta"):
+        raise unsupported(header)
+    with foreign_errors(header.path, "its metadata does not describe a model"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -264,19 +186,16 @@ def _tensor_names(header: GgufHeader, model: Any) -> dict[str, str]:
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     prefix = model.base_model_prefix
     view = _NamedView(model, {prefix: getattr(model, prefix)} if hasattr(model, prefix) else {})
-    with _transformers_errors(header, "its tensors have names that we cannot map"):
+    with foreign_errors(header.path, "its tensors have names that we cannot map"):
         names: dict[str, str] = get_gguf_hf_weights_map(view, processor)
         if any(tensor.name not in names for tensor in header.tensors):
             names = get_gguf_hf_weights_map(model, processor)
     return names
 
 
-def _unused_warnings(header: GgufHeader, names: Mapping[str, str]) -> tuple[str, ...]:
-    known = {*names, *(f"{name}.weight" for name in names), *_ROPE_TENSORS}
-    unused = [tensor.name for tensor in header.tensors if tensor.name not in known]
-    if not unused:
-        return ()
-    return (f"{header.path.name}: {len(unused)} tensors have no place in the model, such as {unused[0]!r}",)
+def _unused_tensors(header: GgufHeader, names: Mapping[str, str]) -> list[str]:
+    known = {*names, *(f"{name}.weight" for name in names), *ROPE_TENSORS}
+    return [tensor.name for tensor in header.tensors if tensor.name not in known]
 
 
 def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -291,7 +210,7 @@ def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -
     with header.path.open("rb") as file:
         for tensor in header.tensors:
             weights = _dequantized(header, tensor, file).numpy()
-            with _transformers_errors(header, f"its tensor {tensor.name!r} does not fit the model"):
+            with foreign_errors(header.path, f"its tensor {tensor.name!r} does not fit the model"):
                 result = processor.process(
                     weights=weights,
                     name=tensor.name,
@@ -318,8 +237,7 @@ def _dequantized(header: GgufHeader, tensor: GgufTensor, file: IO[bytes]) -> tor
     if tensor.type_name in _FLOAT_TYPES:
         return flat.view(_FLOAT_TYPES[tensor.type_name]).float().reshape(shape)
     if tensor.ggml_type in GGML_BLOCK:
-        # the same bits as gguf.dequantize, which is several times slower
-        return dequantize(flat, tensor.ggml_type).reshape(shape)
+        return _dequantized_blocks(flat, tensor).reshape(shape)
     try:
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         rows = flat.numpy().reshape(*shape[:-1], -1)
@@ -329,19 +247,40 @@ def _dequantized(header: GgufHeader, tensor: GgufTensor, file: IO[bytes]) -> tor
         raise UnsupportedArchitecture(f"{header.path}: {what}") from error
 
 
+def _dequantized_blocks(flat: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
+    """The same bits as `gguf.dequantize`, which takes several times as long.
+
+    By chunks that stay in the processor's cache, and that torch does not split over threads: for these
+    small operations its threads wait for each other longer than they work.
+    """
+    block_elements, block_bytes = GGML_BLOCK[tensor.ggml_type]
+    n_blocks = _DEQUANTIZE_CHUNK_ELEMENTS // block_elements
+    values = torch.empty(tensor.n_elements)
+    chunks = zip(torch.split(flat, n_blocks * block_bytes), torch.split(values, n_blocks * block_elements), strict=True)
+    for packed, part in chunks:
+        part.copy_(dequantize(packed, tensor.ggml_type))
+    return values
+
+
 def _load(header: GgufHeader, config: Any) -> dict[str, torch.Tensor]:
     """The tensors of an architecture that transformers loads fast itself."""
-    with _transformers_errors(header, "transformers cannot load it"):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            header.path.parent,
-            gguf_file=header.path.name,
-            config=config,
-            dtype=torch.float32,
-            # the kernels for packed weights would come from the network
-            quantization_config=GgufConfig(dequantize=True),
-            local_files_only=True,
-            output_loading_info=True,
-        )
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with foreign_errors(header.path, "transformers cannot load it"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                header.path.parent,
+                gguf_file=header.path.name,
+                config=config,
+                dtype=torch.float32,
+                # the kernels for packed weights would come from the network
+                quantization_config=GgufConfig(dequantize=True),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelNotAvailable(f"{header.path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
@@ -357,52 +296,6 @@ def _stored_shapes(model: Any, available: set[str]) -> dict[str, tuple[int, ...]
         for name, tensor in model.state_dict().items()
         if name not in tied and (name in parameters or name in available)
     }
-
-
-# Writing
-
-
-class _Weights:
-    """A safetensors file of float32 whose header is known before its tensors are.
-
-    The format: the header's length, the header as JSON, the tensors. Writing them one by one, in any
-    order, takes the memory of one tensor, where `safetensors.save_file` wants the whole model.
-    """
-
-    def __init__(self, file: IO[bytes], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._file, self._shapes = file, shapes
-        self.written_bytes = 0
-        self._missing = dict.fromkeys(shapes)
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._starts, position = {}, 0
-        for name, shape in shapes.items():
-            end = position + 4 * int(np.prod(shape, dtype=np.int64))
-            entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
-            self._starts[name], position = position, end
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)  # tensors start aligned, as the library writes them
-        file.write(struct.pack("<Q", len(text)) + text)
-        self._data_start, self.end_bytes = 8 + len(text), position
-
-    def write(self, header: GgufHeader, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; one that the checkpoint does not store, being tied, is passed over."""
-        if name not in self._shapes:
-            return
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise ModelNotAvailable(
-                f"{header.path}: {name} has the shape {tuple(tensor.shape)}, the model needs {self._shapes[name]}"
-            )
-        data = tensor.detach().to(torch.float32).contiguous().numpy().astype("<f4", copy=False)
-        self._file.seek(self._data_start + self._starts[name])
-        self._file.write(data.reshape(-1).view(np.uint8))
-        self.written_bytes += data.nbytes
-        self._missing.pop(name, None)
-
-    def require_all(self, header: GgufHeader) -> None:
-        """Fail when a parameter was not written: transformers would make one up."""
-        if self._missing:
-            first, count = next(iter(self._missing)), len(self._missing)
-            raise ModelNotAvailable(f"{header.path} lacks {count} tensors of the model, such as {first}")
 
 
 def _save_configs(

@@ -6,6 +6,7 @@ knows the rule, and the refusal of token ids that lie outside the vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     get_gguf_tokenizer,
 )
 
+from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 from llminfer.kv.gguf import GgufHeader, SkippedValue
 
@@ -59,21 +61,32 @@ def vocabulary_size(header: GgufHeader) -> int:
 
 
 def save_tokenizer(header: GgufHeader, folder: Path) -> tuple[str, ...]:
-    """Write tokenizer.json and tokenizer_config.json, and return what the user should know about them."""
+    """Write tokenizer.json and tokenizer_config.json, and return what the user should know about them.
+
+    Raises:
+        ModelNotAvailable: when the file's vocabulary contradicts itself.
+        UnsupportedArchitecture: when its kind of tokenizer is unknown.
+    """
     special_token_ids(header)
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind not in GGUF_TOKENIZER_TYPES:
         known = ", ".join(sorted(GGUF_TOKENIZER_TYPES))
         raise UnsupportedArchitecture(f"{header.path}: the tokenizer {kind!r} is unknown; known are {known}")
-    try:
+    with foreign_errors(header.path, "its tokenizer cannot be built"):
         architecture, fields, settings = get_gguf_tokenizer(str(header.path))
         backend, _ = convert_gguf_tokenizer(architecture, fields)
-    except Exception as error:  # a file can contradict itself in any way, and so can the error
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelNotAvailable(f"{header.path}: its tokenizer cannot be built ({reason})") from error
     warnings = _set_pre_tokenizer(header, backend) if kind == "gpt2" else ()
     _wrap(header, backend, settings).save_pretrained(folder, save_jinja_files=False)
+    _restate_flags(folder, settings)
     return warnings
+
+
+def _restate_flags(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Put the flags that `save_pretrained` drops (tokenizer.json acts on them) where readers look for them."""
+    path = folder / "tokenizer_config.json"
+    flags = {name: settings[name] for name in ("add_bos_token", "add_eos_token") if name in settings}
+    content = {**json.loads(path.read_text(encoding="utf-8")), **flags}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _wrap(header: GgufHeader, backend: Tokenizer, settings: dict[str, Any]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from llminfer.engine.checkpoint import Checkpoint
+from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype
-from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
+from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
 
@@ -78,24 +81,19 @@ def load(
     _quiet_transformers()
     chosen_device = choose_device(device)
     check_architecture(checkpoint.config, str(checkpoint.folder), trust_remote_code=trust_remote_code)
-    config = _guard("config", checkpoint.folder, lambda: _load_config(checkpoint.folder, trust_remote_code))
+    with _loading("config", checkpoint.folder):
+        config = _load_config(checkpoint.folder, trust_remote_code)
     check_direction(config, str(checkpoint.folder))
     stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
     chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
-    tokenizer = _guard(
-        "tokenizer",
-        checkpoint.tokenizer_folder,
-        lambda: AutoTokenizer.from_pretrained(
+    with _loading("tokenizer", checkpoint.tokenizer_folder):
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.tokenizer_folder, trust_remote_code=trust_remote_code, local_files_only=True
-        ),
-    )
-    model = _guard(
-        "weights",
-        checkpoint.folder,
-        lambda: _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code),
-    )
+        )
+    with _loading("weights", checkpoint.folder):
+        model = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -108,7 +106,7 @@ def load(
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
-        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *eos_notes),
+        notes=(*((f"dtype {dtype_note}",) if dtype_note else ()), *eos_notes, *_conversion_warnings(checkpoint.folder)),
         load_s=time.perf_counter() - start_s,
     )
 
@@ -222,22 +220,27 @@ def _predict(config: Any, source: str) -> tuple[ModelKV | None, str | None]:
         return None, error.message
 
 
+def _conversion_warnings(folder: Path) -> tuple[str, ...]:
+    manifest = read_manifest(folder)
+    return manifest.warnings if manifest is not None else ()
+
+
 def _stated_generation_defaults(model: Any) -> dict[str, Any]:
     stated = model.generation_config.to_diff_dict()
     return {name: value for name, value in stated.items() if value is not None and not name.startswith("_")}
 
 
-def _guard(what: str, folder: Path, action: Callable[[], Any]) -> Any:
-    """Run a step of the loading; what the libraries raise becomes one line that names the folder."""
+@contextmanager
+def _loading(what: str, folder: Path) -> Iterator[None]:
+    """What the libraries raise becomes one line that names the folder; no room becomes our own error."""
     try:
-        return action()
-    except (LlminferError, KeyboardInterrupt):
-        raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
+        with foreign_errors(folder, f"cannot load the {what}"):
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise MemoryError from error
+    except MemoryError as error:
         raise OutOfMemory(f"the {what} of {folder} do not fit in memory", hint="try --dtype bfloat16") from error
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelNotAvailable(f"cannot load the {what} in {folder}: {reason}") from error
 
 
 def _quiet_transformers() -> None:

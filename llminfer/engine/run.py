@@ -21,10 +21,8 @@ from llminfer.engine.stop import Output, StopMatcher
 from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
 from llminfer.kv.footprint import Footprint, footprint
-from llminfer.params import SAMPLING_RANGES, SamplingParams, StopCriteria
+from llminfer.params import CACHES, SAMPLING_RANGES, SamplingParams, StopCriteria
 from llminfer.units import format_bytes
-
-CACHES = ("dynamic", "none")
 
 # what a generation_config may state that this loop does not do, with the value that means "off"
 _UNSUPPORTED_DEFAULTS: Mapping[str, object] = {

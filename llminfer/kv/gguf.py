@@ -243,7 +243,7 @@ class _Cursor:
         position, size, data, unpack = self.position, self.size, self.data, _U64.unpack_from
         for _ in range(count):
             if position + 8 > size:
-                self.fail(f"{what} is cut", at=position, hint="the file is cut or damaged")
+                self.fail(f"{what} is cut", at=min(position, size), hint="the file is cut or damaged")
             position += 8 + unpack(data, position)[0]
         if position > size:
             self.fail(f"{what} reaches past the end of the file", hint="the file is cut or damaged")

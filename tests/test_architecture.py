@@ -1,0 +1,104 @@
+"""The floors of the house: imports point down only, and light commands stay light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "llminfer"
+
+# what each place may import; its own folder is always allowed
+FLOORS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "units": ("errors",),
+    "params": ("errors", "units"),
+    "kv": ("errors", "units"),
+    "events": ("errors", "units", "params", "kv"),
+    "engine": ("errors", "units", "params", "kv", "events"),
+    "render": ("errors", "units", "params", "kv", "events"),
+    "cli": ("errors", "units", "params", "kv", "events", "engine", "render", "__init__"),
+    "__init__": ("errors", "units", "params", "kv", "events", "engine"),
+    "__main__": ("cli",),
+}
+HEAVY = {"torch", "transformers", "numpy"}
+
+
+def place_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports_of(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module or "")
+            if node.module == "llminfer":
+                found |= {f"llminfer.{alias.name}" for alias in node.names if alias.name != "__version__"}
+    return found
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down(file: Path) -> None:
+    place = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    allowed = {*FLOORS[place], place}
+    ours = {place_of(name) for name in imports_of(file) if name.split(".")[0] == "llminfer" and name != "llminfer"}
+    assert ours <= allowed, f"{place} may import {sorted(allowed)}, not {sorted(ours - allowed)}"
+    if place not in {"engine"}:
+        assert not {name.split(".")[0] for name in imports_of(file)} & HEAVY
+
+
+def modules_after(arguments: list[str], stdin: str = "") -> tuple[int, set[str], str, str]:
+    """Exit code, what was imported, and both outputs of the command line in a process of its own."""
+    code = (
+        "import sys, json\n"
+        "from llminfer.cli.app import run\n"
+        "code = run(sys.argv[1:])\n"
+        "sys.stdout.flush()\n"
+        "print('\\n' + json.dumps([code, sorted(sys.modules)]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=True
+    )
+    output, _, last = result.stdout.rstrip("\n").rpartition("\n")
+    exit_code, modules = json.loads(last)
+    return exit_code, set(modules), output, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["generate", "--help"], 0),
+        (["generate", "hi", "--temperature", "nan"], 2),
+        (["generate", "hi", "--no-such-option"], 2),
+        (["generate", "hi", "--dtype", "banana"], 2),
+        (["generate", "hi", "-m", "/no/such/model"], 3),
+        (["generate"], 2),
+    ],
+)
+def test_help_and_refusals_import_nothing_heavy(arguments: list[str], expected: int) -> None:
+    exit_code, modules, _, err = modules_after(arguments)
+    assert exit_code == expected
+    assert not modules & HEAVY
+    assert "Traceback" not in err
+    if expected:
+        assert err.startswith("error: ")
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    code = "import sys, llminfer; print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(f"'{name}'" in loaded for name in (*HEAVY, "rich", "typer"))
