@@ -49,7 +49,14 @@ def kv_size(
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads.")] = None,
     head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Elements of a head.")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="TYPE", help="Element type of the cache; the model's by default.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            "--kv-dtype",
+            metavar="TYPE",
+            help="Element type of the cache, the model's by default: float32, bfloat16, float16, fp8, int8, int4, "
+            "or a block type of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0.",
+        ),
     ] = None,
     k_dtype: Annotated[str | None, typer.Option("--k-dtype", metavar="TYPE", help="That of the keys.")] = None,
     v_dtype: Annotated[str | None, typer.Option("--v-dtype", metavar="TYPE", help="That of the values.")] = None,

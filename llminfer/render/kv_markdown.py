@@ -44,4 +44,4 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{char}" if char in "\\|[]*_<>`" else char for char in text)
+    return "".join(f"\\{char}" if char in "\\|[]*<`" else char for char in text)
