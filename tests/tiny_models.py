@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 WINDOW = 8
 VOCABULARY = 96
@@ -158,7 +157,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA2},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, **_SHARED_KV},
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lara_mini": _LINEAR,
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
@@ -220,7 +223,8 @@ def tiny_fields(model_type: str) -> dict[str, Any]:
     config_class = CONFIG_MAPPING[model_type]
     fields = _small_sizes(config_class) | _OVERRIDES.get(model_type, {})
     if model_type in _ASSISTANTS:
-        text = tiny_fields(_ASSISTANTS[model_type]) | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+        text = tiny_fields(_ASSISTANTS[model_type]) | {"num_kv_shared_layers": 0}
+        text |= dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0)
         return {"text_config": {"model_type": _ASSISTANTS[model_type], **text}}
     if config_class.sub_configs:
         default = config_class()

@@ -99,7 +99,7 @@ def dry_run(
     try:
         with warnings.catch_warnings(), torch.device("meta"), torch.no_grad():
             warnings.simplefilter("ignore")
-            model = _build(AutoConfig.for_model(**config), dtype)
+            model = _without_looks(_build(AutoConfig.for_model(**config), dtype))
             ids = torch.ones((batch * _rows(model), tokens), dtype=torch.long)
             return tuple(
                 Measurement(tokens=seen, layers=measure_model(model, cache))
@@ -166,7 +166,7 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
         yield from _decode_plainly(model, ids, steps)
         return
     kwargs: dict[str, Any] = {"use_cache": True}
-    if ids.device.type != "meta":  # a mask without values cannot be looked at
+    if ids.device.type != "meta":
         kwargs["attention_mask"] = torch.ones_like(ids)
     if model._supports_default_dynamic_cache():
         kwargs["cache"] = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -185,13 +185,24 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
 def _build(config: Any, dtype: str | None) -> Any:
     classes = {"musicgen": MusicgenForCausalLM, "musicgen_melody": MusicgenMelodyForCausalLM}
     name = dtype or str(config.get_text_config(decoder=True).dtype or config.dtype or "float32")
-    options = {"dtype": getattr(torch, name.removeprefix("torch."))}
+    # the faster attentions look at the mask's values to choose a path
+    options = {"dtype": getattr(torch, name.removeprefix("torch.")), "attn_implementation": "eager"}
     if config.model_type in classes:  # their own class wants the decoder's config
         return classes[config.model_type]._from_config(config.decoder, **options).eval()
     for known in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in known._model_mapping:
             return known.from_config(config, **options).eval()
     raise UnsupportedArchitecture(f"transformers has no language model for type {config.model_type!r}")
+
+
+def _without_looks(model: Any) -> Any:
+    """The model without the parts that look at values and hold no cache: experts, and the warning about padding."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None
+        if type(module).__name__.endswith("Experts"):
+            module.forward = lambda hidden_states, *rest, **options: torch.zeros_like(hidden_states)
+    return model
 
 
 def _rows(model: Any) -> int:
@@ -208,7 +219,8 @@ def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
     windows: set[int] = set()
     for tensor in long.tensors:
         old = before.get(tensor.name)
-        changed = [] if old is None else [i for i, pair in enumerate(zip(old.shape, tensor.shape)) if len({*pair}) > 1]
+        shape = () if old is None else old.shape
+        changed = [axis for axis, size in enumerate(shape) if size != tensor.shape[axis]]
         if old is not None and not changed:
             states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=tensor.dtype))
             continue
@@ -265,9 +277,7 @@ def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
     if hasattr(cache, "rnn_state"):  # xLSTM
         return [_named_tensors({"state": state}) for state in cache.rnn_state.values()]
     if isinstance(cache, list) and all(isinstance(part, torch.Tensor) for part in cache):  # RWKV
-        return [
-            _named_tensors({"state": [part[..., index] for part in cache]}) for index in range(cache[0].shape[-1])
-        ]
+        return [_named_tensors({"state": [part[..., index] for part in cache]}) for index in range(cache[0].shape[-1])]
     if isinstance(cache, tuple):  # XLNet
         return [_named_tensors({"mems": layer}) for layer in cache]
     raise UnsupportedArchitecture(f"cannot read a cache of type {type(cache).__name__}")

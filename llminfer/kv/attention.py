@@ -12,6 +12,7 @@ from llminfer.errors import UnknownConfigField
 from llminfer.kv.config import ConfigView
 from llminfer.kv.layer import PerToken
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
@@ -126,7 +127,10 @@ def reformer(view: ConfigView) -> tuple[PerToken, ...]:
 
 
 def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
-    """Reformer's hashing layers: the same and, for sequences longer than a chunk, the bucket of every head and round."""
+    """Reformer's hashing layers: the same and, from a chunk's length on, the bucket of every head and round.
+
+    A prompt of exactly one chunk is not hashed until the next token.
+    """
     return (
         *reformer(view),
         PerToken(
@@ -134,7 +138,7 @@ def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
             heads=view.size(*HEADS),
             dim=view.integer("num_hashes"),
             dtype="int64",
-            after=view.integer("lsh_attn_chunk_length"),
+            after=view.integer("lsh_attn_chunk_length") - 1,
         ),
     )
 
@@ -202,7 +206,8 @@ def _indexer_type(view: ConfigView) -> str:
         if not isinstance(listed, list) or len(listed) <= view.index:
             raise UnknownConfigField(f"{view.source}: indexer_types has no entry for layer {view.index}")
         return str(listed[view.index])
-    return _INDEXER_TYPES.get(view.model_type, lambda view: "full")(view)
+    rule = _INDEXER_TYPES.get(view.model_type)
+    return rule(view) if rule else "full"
 
 
 def _glm_moe_dsa_indexer(view: ConfigView) -> str:

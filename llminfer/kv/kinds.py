@@ -36,8 +36,8 @@ _OLD_NAMES = {
     "dummy": NONE,
 }
 _KNOWN = frozenset(
-    (FULL, SLIDING, CHUNKED, INDEXED, LINEAR, CONV, HYBRID, HYBRID_SLIDING, NONE)
-    + (COMPRESSED_SPARSE, COMPRESSED_HEAVILY, SPARSE_BLOCKS)
+    {FULL, SLIDING, CHUNKED, INDEXED, LINEAR, CONV, HYBRID, HYBRID_SLIDING, NONE}
+    | {COMPRESSED_SPARSE, COMPRESSED_HEAVILY, SPARSE_BLOCKS}
 )
 
 Pattern = Callable[[ConfigView, int], list[str]]
@@ -184,7 +184,7 @@ def _attention_period(kind: str) -> Pattern:
 def _zamba(view: ConfigView, layers: int) -> list[str]:
     """Two Mamba layers, a hybrid one, then by period and offset counted from there."""
     rest = _attention_period(HYBRID)(view, max(layers - 3, 0))
-    return ([LINEAR, LINEAR, HYBRID] + rest)[:layers]
+    return [LINEAR, LINEAR, HYBRID, *rest][:layers]
 
 
 def _zamba2(view: ConfigView, layers: int) -> list[str]:
