@@ -41,14 +41,14 @@ def model_from_header(header: GgufHeader) -> ModelKV:
     view = Metadata(architecture=header.architecture, values=header.metadata, source=str(header.path))
     layers = rule.layers(view)
     limit = view.get("context_length")
-    view.used.append(Field(name="dtype", value=CACHE_DTYPE, origin="llama.cpp's default cache type"))
+    dtype = Field(name="dtype", value=CACHE_DTYPE, origin="llama.cpp's default cache type")
     return ModelKV(
         name=str(header.path),
         model_type=rule.model_type or header.architecture,
         layers=layers,
         dtype=CACHE_DTYPE,
         context_limit=limit if isinstance(limit, int) else None,
-        fields=tuple(view.used),
+        fields=(*view.used.values(), dtype),
     )
 
 
@@ -59,13 +59,14 @@ class Metadata:
     architecture: str
     values: Mapping[str, Any]
     source: str
-    used: list[Field] = field(default_factory=list)
+    used: dict[str, Field] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
         """The value of `<architecture>.<key>`, None when the file has none."""
-        value = self.values.get(f"{self.architecture}.{key}")
+        name = f"{self.architecture}.{key}"
+        value = self.values.get(name)
         if value is not None:
-            self.used.append(Field(name=f"{self.architecture}.{key}", value=value, origin="file"))
+            self.used[name] = Field(name=name, value=value, origin="file")
         return value
 
     def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
