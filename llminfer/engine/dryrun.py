@@ -34,6 +34,8 @@ from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 _BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer_cumulative_length", "seqlen_offset"})
 # a length that no window is as short as, and one that shows what has stopped growing
 _PROBES = (3, 6000)
+# in this type, a tensor of another type shows that it is pinned to that
+_PROBE_DTYPE = "bfloat16"
 # MusicGen's decoder drops all but the last token of a prompt when it is given a cache
 _PLAIN_INPUTS = frozenset({"musicgen_decoder", "musicgen_melody_decoder"})
 # the names under which a model's output carries what the next step needs
@@ -122,7 +124,7 @@ def dry_run_model(config: Mapping[str, Any], *, source: str, name: str | None = 
     Raises:
         UnsupportedArchitecture: when it cannot run, or a tensor grows in another way.
     """
-    short, long = (dry_run(config, tokens=tokens, steps=0)[0] for tokens in _PROBES)
+    short, long = (dry_run(config, tokens=tokens, steps=0, dtype=_PROBE_DTYPE)[0] for tokens in _PROBES)
     limit = _context_limit(config)
     return ModelKV(
         name=name or source,
@@ -222,7 +224,8 @@ def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
         shape = () if old is None else old.shape
         changed = [axis for axis, size in enumerate(shape) if size != tensor.shape[axis]]
         if old is not None and not changed:
-            states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=tensor.dtype))
+            role = "conv" if "conv" in tensor.name else "recurrent"
+            states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=_pinned(tensor), role=role))
             continue
         if old is None or len(changed) != 1 or old.shape[changed[0]] != few:
             raise UnsupportedArchitecture(f"{source}: cannot tell how the tensor {tensor.name} of a dry run grows")
@@ -230,11 +233,25 @@ def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
         if kept != many:
             windows.add(kept + 1)  # the newest token is seen and not kept
         elements = math.prod(tensor.shape) // kept
-        tensors.append(PerToken(name=tensor.name, heads=1, dim=elements, windowed=kept != many))
+        # heads are the second of four dimensions: batch, heads, tokens, width
+        heads = tensor.shape[1] if len(tensor.shape) == 4 and changed[0] == 2 else 1
+        tensors.append(
+            PerToken(
+                name=tensor.name,
+                heads=heads,
+                dim=elements // heads,
+                dtype=_pinned(tensor),
+                windowed=kept != many,
+            )
+        )
     if len(windows) > 1:
         raise UnsupportedArchitecture(f"{source}: a layer of a dry run has windows of {sorted(windows)}")
     kind = "none" if not long.tensors else "sliding" if windows else "full" if tensors else "linear"
     return LayerKV(kind=kind, tensors=tuple(tensors), states=tuple(states), window=windows.pop() if windows else None)
+
+
+def _pinned(tensor: TensorBytes) -> str | None:
+    return None if tensor.dtype == _PROBE_DTYPE else tensor.dtype
 
 
 def _dtype_name(config: Mapping[str, Any]) -> str:

@@ -127,9 +127,10 @@ def reformer(view: ConfigView) -> tuple[PerToken, ...]:
 
 
 def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
-    """Reformer's hashing layers: the same and, from a chunk's length on, the bucket of every head and round.
+    """Reformer's hashing layers: the same and, beyond a chunk's length, the bucket of every head and round.
 
-    A prompt of exactly one chunk is not hashed until the next token.
+    That is after a prompt. In a sequence that grows past a chunk by decoding, the buckets begin a
+    token earlier and take 32 bit each, since transformers appends them to an empty 32-bit tensor.
     """
     return (
         *reformer(view),
@@ -138,7 +139,7 @@ def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
             heads=view.size(*HEADS),
             dim=view.integer("num_hashes"),
             dtype="int64",
-            after=view.integer("lsh_attn_chunk_length") - 1,
+            after=view.integer("lsh_attn_chunk_length"),
         ),
     )
 

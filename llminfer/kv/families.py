@@ -8,6 +8,7 @@ without a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -106,14 +107,12 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
     """
     view = _text_view(config, source)
     model_type = view.model_type
-    family = FAMILIES.get(model_type) if model_type else _UNTYPED
+    family = FAMILIES.get(model_type) if model_type else _untyped(view)
     if family is None:
         raise UnsupportedArchitecture(
             f"{source}: cannot predict the cache of model type {model_type!r}",
             hint=f"known: {', '.join(sorted(FAMILIES))}",
         )
-    if not model_type:
-        view.note("model_type", None, "not in the file: read as attention of the stated sizes")
     return ModelKV(
         name=name or source,
         model_type=model_type,
@@ -123,6 +122,22 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
         fields=tuple(view.used.values()),
         notes=family.notes,
     )
+
+
+def _untyped(view: ConfigView) -> Family:
+    """The family of a config that names no model type: attention of the sizes that it states, or none at all.
+
+    Raises:
+        UnsupportedArchitecture: when it has fields of an architecture that caches something else.
+    """
+    foreign = sorted(name for name in view.config if _FOREIGN.search(str(name)))
+    if foreign:
+        raise UnsupportedArchitecture(
+            f"{view.source}: no model_type in the config, and {', '.join(foreign)} could belong to several",
+            hint=f"known: {', '.join(sorted(FAMILIES))}",
+        )
+    view.note("model_type", None, "not in the file: read as attention of the stated sizes")
+    return _LATENT if view.get("kv_lora_rank") is not None else _PLAIN
 
 
 def read_layers(view: ConfigView, family: Family) -> Layers:
@@ -206,8 +221,12 @@ _PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
     "gemma4_assistant": peculiar.assistant,
     "gemma4_unified_assistant": peculiar.assistant,
 }
+# fields of types that cache more, less or something else than attention of the usual sizes does
+_FOREIGN = re.compile(
+    r"mamba|ssm|state_size|linear_|conv|multi_query|new_decoder|shared_layers|block_types?$|hybrid|index|swa_|loop"
+    r"|cycles|lora_rank_|decoder_layers|cross_attention|compress|sparse|full_attn|attn_layer|no_rope|cca_|lru_|prompt"
+)
 _PLAIN = Family()
-_UNTYPED = Family()
 _MHA = Family(attention=attention.every_head)
 _MAMBA1 = Family(states=recurrent.mamba1)
 _MAMBA2 = Family(states=recurrent.mamba2)
@@ -346,7 +365,10 @@ FAMILIES: dict[str, Family] = {
         prepare=peculiar.recurrent_gemma,
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
     ),
-    "reformer": Family(read=peculiar.reformer),
+    "reformer": Family(
+        read=peculiar.reformer,
+        notes=("buckets as after a prompt longer than a chunk; those of a short prompt that grows take half",),
+    ),
     "rwkv": Family(states=recurrent.rwkv),
     "xlm": Family(attention=attention.xlm),
     "xlnet": Family(attention=attention.xlnet),

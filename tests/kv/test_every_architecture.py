@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import tiny_config, tiny_fields, tiny_ids, tiny_model
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -24,6 +23,7 @@ from llminfer.engine.dryrun import decode, measure_model
 from llminfer.errors import UnknownConfigField
 from llminfer.kv.families import FAMILIES, read_model
 from llminfer.kv.footprint import footprint
+from tests.tiny_models import WINDOW, tiny_config, tiny_fields, tiny_ids, tiny_model
 
 # types that transformers cannot run alone, whatever we predict
 CANNOT_RUN = {
@@ -70,8 +70,9 @@ REPRESENTATIVES = (
     "xlnet",
     "openai-gpt",  # no cache
 )
+# types whose cache depends on where the prompt ended, so that a short one may not grow past a chunk
+NO_CROSSING = {"reformer": "its buckets change type when decoding passes the chunk's length"}
 SETUPS = ((1, 5, 4), (2, 13, 2))  # batch, prompt, steps: into the window, and from beyond it
-
 
 
 def every_type() -> list[Any]:
@@ -95,7 +96,8 @@ def test_predicts_what_is_measured(model_type: str) -> None:
     for dtype in (torch.float32, *(() if model_type in FLOAT32_ONLY else (torch.bfloat16,))):
         name = str(dtype).removeprefix("torch.")
         tiny = tiny_model(config, dtype)
-        for batch, prompt, steps in SETUPS:
+        for batch, prompt, most in SETUPS:
+            steps = WINDOW - 1 - prompt if model_type in NO_CROSSING and prompt < WINDOW else most
             with torch.no_grad():
                 for tokens, cache in decode(tiny, tiny_ids(config, batch, prompt), steps=steps):
                     measured = [layer.size_bytes for layer in measure_model(tiny, cache)]
