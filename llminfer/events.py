@@ -13,7 +13,7 @@ from typing import Literal
 from llminfer.kv.footprint import Footprint
 from llminfer.params import SamplingParams, StopCriteria
 
-FinishReason = Literal["eos", "stop", "length", "context", "interrupted", "error"]
+FinishReason = Literal["eos", "stop", "length", "context", "time", "interrupted", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Step:
         text: the text that became final with this token; held text comes with a later one.
         logprob: natural logarithm of the token's probability under the model's own distribution,
             before temperature and filters.
+        top_logprobs: the most likely ids with their log-probabilities, as many as were asked for.
         output_s: time the reader of the events spent since the event before.
         at_s: when the step was complete.
         cached_tokens: tokens of the sequence that are in the cache: prompt + index.
@@ -71,6 +72,7 @@ class Step:
     at_s: float
     cached_tokens: int
     kv_bytes: int | None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

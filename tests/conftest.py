@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # before anything reads them: tests share one cache, kept between runs, and never ask the network
 os.environ.setdefault("LLMINFER_CACHE", str(ROOT / ".cache" / "llminfer"))
 os.environ["HF_HUB_OFFLINE"] = "1"
+# on tiny models a second thread waits longer than it works, the more so beside other programs
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("LLMINFER_MODEL", None)
 
 

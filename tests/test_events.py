@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from llminfer.engine.clock import Clock
 from llminfer.engine.loop import decode
+from llminfer.engine.sampler import Draw
 from llminfer.engine.stop import Output, StopMatcher
 from llminfer.events import Finished, Started, Step, Trace, percentile
 from llminfer.params import SamplingParams, StopCriteria
@@ -42,6 +43,7 @@ class ScriptedForward:
 
     notes: tuple[str, ...] = ()
     kv_bytes = None
+    cache = None
 
     def __init__(self, time: FakeTime, ids: list[int], durations_s: list[float], fail: BaseException | None = None):
         self.time, self.ids, self.durations_s, self.fail, self.calls = time, ids, durations_s, fail, []
@@ -71,9 +73,9 @@ def scripted_run(
     clock = Clock(now=time)
     forward = ScriptedForward(time, ids, [1.0] + [0.1] * (len(ids) + 1), fail)
 
-    def sample(logits: torch.Tensor) -> tuple[int, float]:
+    def sample(logits: torch.Tensor) -> Draw:
         time.spend(0.01)
-        return int(logits.argmax()), -0.5
+        return Draw(token_id=int(logits.argmax()), logprob=-0.5)
 
     output = Output(
         detokenizer=NoText(),

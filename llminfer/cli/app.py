@@ -61,8 +61,9 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-app.command()(generate)
-app.command(name="kv-size")(kv_size)
+COMMANDS = {"generate": generate, "kv-size": kv_size}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -152,7 +152,6 @@ def _question(
     weights: str | None,
     reserve: str | None,
 ) -> Question:
-    from llminfer.kv.dtypes import element_type
     from llminfer.kv.runtimes.table import RUNTIMES
 
     if memory is None and (weights is not None or reserve is not None):
@@ -161,7 +160,7 @@ def _question(
         raise UsageError(f"--runtime: unknown runtime {runtime!r}", hint=f"known: {', '.join((*RUNTIMES, ALL))}")
     for flag, name in dtypes.items():
         if name is not None:
-            _parse(flag, name, element_type)
+            _parse(flag, name, _cache_type)
     memory_bytes = None if memory is None else _parse("--memory", memory, parse_bytes)
     if memory_bytes == 0:
         raise InvalidParams("--memory: nothing fits in 0 bytes")
@@ -176,6 +175,20 @@ def _question(
         weights=weights or "0",
         reserve_bytes=_parse("--reserve", reserve or "0", parse_bytes),
     )
+
+
+def _cache_type(name: str) -> str:
+    """The name of an element type that keys and values may have: any but that of ids."""
+    from llminfer.kv.dtypes import ELEMENT_TYPES, element_type
+
+    try:
+        found = element_type(name).name
+    except InvalidParams:
+        found = "unknown"
+    known = [row for row in ELEMENT_TYPES if row != "int64"]
+    if found not in known:
+        raise InvalidParams(f"unknown element type {name!r}", hint=f"known: {', '.join(known)}")
+    return found
 
 
 def _parse(flag: str, text: str, parser: Callable[[str], Parsed]) -> Parsed:

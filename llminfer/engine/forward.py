@@ -37,6 +37,11 @@ class Forward(Protocol):
         ...
 
     @property
+    def cache(self) -> Any:
+        """The cache itself, None when there is none."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about how the model was run."""
         ...
@@ -59,7 +64,7 @@ def prepares_by_default(model: Any) -> bool:
             "_prepare_position_ids_for_generation",
         )
     )
-    accepted = _forward_parameters(model)
+    accepted = forward_parameters(model)
     return not overridden and "cache" in accepted and model._supports_default_dynamic_cache()
 
 
@@ -68,6 +73,7 @@ class UncachedForward:
 
     __slots__ = ("_ids", "_keyword_arguments", "_model")
     kv_bytes = None
+    cache = None
     notes: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
@@ -78,7 +84,7 @@ class UncachedForward:
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         self._ids = _append(self._ids, new_ids, self._model.device)
         arguments = dict(self._keyword_arguments)
-        if "position_ids" in _forward_parameters(self._model):
+        if "position_ids" in forward_parameters(self._model):
             arguments["position_ids"] = _positions(self._ids, 0)
         return _last_logits(self._model(input_ids=self._ids, **arguments))
 
@@ -92,7 +98,7 @@ class PlainForward:
         self._model = model
         self._cache = make_dynamic_cache(model)
         self._keyword_arguments = _static_arguments(model, use_cache=True)
-        self._accepts_positions = "position_ids" in _forward_parameters(model)
+        self._accepts_positions = "position_ids" in forward_parameters(model)
         self._length = 0
         self._uncached: UncachedForward | None = None
 
@@ -112,8 +118,12 @@ class PlainForward:
         return _last_logits(outputs)
 
     @property
+    def cache(self) -> Any:
+        return None if self._uncached is not None else self._cache
+
+    @property
     def kv_bytes(self) -> int | None:
-        return None if self._uncached is not None else cache_bytes(self._cache)
+        return None if self.cache is None else cache_bytes(self.cache)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,7 +142,7 @@ class PreparedForward:
         self._kwargs: dict[str, Any] = {"use_cache": True}
         if self._cache is not None:
             self._kwargs["cache"] = self._cache
-        if "logits_to_keep" in _forward_parameters(model):
+        if "logits_to_keep" in forward_parameters(model):
             self._kwargs["logits_to_keep"] = 1
         self._uncached: UncachedForward | None = None
 
@@ -141,7 +151,7 @@ class PreparedForward:
             return self._uncached(new_ids)
         first = self._ids is None
         self._ids = _append(self._ids, new_ids, self._model.device)
-        if first and "position_ids" in _forward_parameters(self._model):
+        if first and "position_ids" in forward_parameters(self._model):
             self._kwargs["position_ids"] = self._model._prepare_position_ids_for_generation(self._ids, self._kwargs)
         inputs = self._model.prepare_inputs_for_generation(
             self._ids,
@@ -160,22 +170,27 @@ class PreparedForward:
         return _last_logits(outputs)
 
     @property
+    def cache(self) -> Any:
+        return None if self._uncached is not None else self._cache
+
+    @property
     def kv_bytes(self) -> int | None:
-        return None if self._uncached is not None or self._cache is None else cache_bytes(self._cache)
+        return None if self.cache is None else cache_bytes(self.cache)
 
     @property
     def notes(self) -> tuple[str, ...]:
         return _no_cache_note(self._model) if self._uncached is not None else ()
 
 
-def _forward_parameters(model: Any) -> frozenset[str]:
+def forward_parameters(model: Any) -> frozenset[str]:
+    """Names of the arguments that the model's forward takes."""
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
 def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
     """The arguments that stay the same at every step, as far as the model knows them."""
     wanted = {"use_cache": use_cache, "logits_to_keep": 1}
-    accepted = _forward_parameters(model)
+    accepted = forward_parameters(model)
     return {name: value for name, value in wanted.items() if name in accepted} | {"return_dict": True}
 
 

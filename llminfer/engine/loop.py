@@ -30,16 +30,17 @@ def decode(
             output_s = clock.lap()
             logits = forward(new_ids)
             forward_s = clock.lap()
-            token_id, logprob = sample(logits)
+            draw = sample(logits)
             sampling_s = clock.lap()
-            text = output.push(token_id)
+            text = output.push(draw.token_id)
             text_s = clock.lap()
             step = Step(
                 index=index,
-                token_id=token_id,
-                token_text=output.token_text(token_id),
+                token_id=draw.token_id,
+                token_text=output.token_text(draw.token_id),
                 text=text,
-                logprob=logprob,
+                logprob=draw.logprob,
+                top_logprobs=draw.top,
                 output_s=output_s,
                 forward_s=forward_s,
                 sampling_s=sampling_s,
@@ -50,7 +51,7 @@ def decode(
             )
             clock.lap()  # making the record is in no part of a step, so it shows as unaccounted
             yield step
-            new_ids, index = [token_id], index + 1
+            new_ids, index = [draw.token_id], index + 1
     except KeyboardInterrupt:
         broken = "interrupted"
     except Exception as exception:

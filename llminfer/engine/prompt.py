@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,22 @@ def encode_prompt(tokenizer: Any, text: str, *, system: str | None = None, raw: 
     if not ids:
         raise UsageError("the prompt is empty", hint="give some text")
     return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=_forged(tokenizer, text, system) if chat else ())
+
+
+def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word as it stands at the beginning of a text and after a space.
+
+    Raises:
+        UsageError: for a word that has no token.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            if not word or not ids:
+                raise UsageError(f"the bad word {word!r} has no token in this vocabulary")
+            found[ids] = None
+    return tuple(found)
 
 
 def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,26 +15,24 @@ from llminfer.engine.device import device_name, synchronizer
 from llminfer.engine.forward import make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
-from llminfer.engine.prompt import Prompt, encode_prompt
+from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.stop import Output, StopMatcher
 from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
 from llminfer.kv.footprint import Footprint, footprint
-from llminfer.params import CACHES, SAMPLING_RANGES, SamplingParams, StopCriteria
+from llminfer.params import CACHES, NEVER_FROM_MODEL, SAMPLER_FIELDS, SamplingParams, StopCriteria
 from llminfer.units import format_bytes
 
 # what a generation_config may state that this loop does not do, with the value that means "off"
 _UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
     "num_beams": 1,
-    "typical_p": 1.0,
     "top_h": None,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
-    "bad_words_ids": None,
     "sequence_bias": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
@@ -42,14 +40,13 @@ _UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
     "min_length": 0,
-    "min_new_tokens": 0,
     "guidance_scale": 1.0,
     "penalty_alpha": None,
 }
 
 
 def effective_sampling(
-    flags: Mapping[str, float | None], model_defaults: Mapping[str, Any]
+    flags: Mapping[str, Any], model_defaults: Mapping[str, Any]
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """The sampling in force: flags, then the model's own generation_config, then temperature 1 unfiltered.
 
@@ -68,11 +65,13 @@ def effective_sampling(
         stated["temperature"] = 0.0
     values: dict[str, Any] = {}
     origins = {}
-    for name in SAMPLING_RANGES:
+    if stated.get("bad_words_ids"):
+        stated["bad_words"] = tuple(tuple(word) for word in stated["bad_words_ids"])
+    for name in SAMPLER_FIELDS:
         flag, model = flags.get(name), stated.get(name)
         if flag is not None:
             values[name], origins[name] = flag, "flag"
-        elif model is not None and name != "seed":
+        elif model is not None and name not in NEVER_FROM_MODEL:
             values[name], origins[name] = model, "model"
         else:
             origins[name] = "default"
@@ -87,7 +86,8 @@ def generate(
     loaded: LoadedModel,
     text: str,
     *,
-    sampling: Mapping[str, float | None] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    bad_words: Sequence[str] = (),
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
@@ -97,6 +97,7 @@ def generate(
 
     Args:
         sampling: values by name as in `SamplingParams`; those missing come from the model.
+        bad_words: texts that are never completed, besides the ids that `sampling` names.
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
@@ -109,7 +110,10 @@ def generate(
     if cache not in CACHES:
         raise UsageError(f"unknown cache {cache!r}", hint=f"one of {', '.join(CACHES)}")
     stop = stop or StopCriteria()
-    params, sampling_notes = effective_sampling(sampling or {}, loaded.generation_defaults)
+    flags = dict(sampling or {})
+    if bad_words:
+        flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
+    params, sampling_notes = effective_sampling(flags, loaded.generation_defaults)
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
@@ -148,9 +152,12 @@ def _events(
         limit_reason=limit[1],
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
     )
+    if started.stop.max_time_s is not None:
+        max_time_s = started.stop.max_time_s
+        output.out_of_time = lambda: clock.elapsed() >= max_time_s
     finished = yield from decode(
         make_forward(loaded.model, cached=started.cache != "none"),
-        make_sampler(started.sampling, prompt.ids, loaded.device),
+        make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
         output,
         clock,
         prompt_ids=prompt.ids,

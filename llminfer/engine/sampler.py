@@ -1,36 +1,47 @@
 """From logits to a token: a table of steps whose order is the contract, composed once per run.
 
-The order and the arithmetic are those of `generate()`: repetition penalty, temperature, top-k,
-top-p, min-p, softmax, one draw. So with the same seed on the same device the tokens are the same.
+The order and the arithmetic are those of `generate()`: logit bias, repetition penalty, bad words, the
+least number of new tokens, temperature, top-k, top-p, min-p, typical-p, softmax, one draw. So with the
+same seed on the same device the tokens are the same. The presence and frequency penalties, which
+`generate()` lacks, stand where vLLM has them: behind the repetition penalty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llminfer.errors import NonFiniteLogits
+from llminfer.errors import InvalidParams, NonFiniteLogits
 from llminfer.params import SamplingParams
 
 _MASKED = -math.inf
 
 
 class History:
-    """Which ids the sequence contains: a boolean mask of shape [vocabulary]."""
+    """The sequence so far: its ids, which of them occurred, and how often each was generated.
 
-    __slots__ = ("seen",)
+    The tensors have shape [vocabulary] and are kept up to date, so a step costs the same however long
+    the sequence is.
+    """
+
+    __slots__ = ("counts", "ids", "prompt_length", "seen")
 
     def __init__(self, ids: Iterable[int], vocabulary: int, device: torch.device) -> None:
+        self.ids = list(ids)
+        self.prompt_length = len(self.ids)
         self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.seen[torch.tensor(list(ids), dtype=torch.long, device=device)] = True
+        self.seen[torch.tensor(self.ids, dtype=torch.long, device=device)] = True
+        self.counts = torch.zeros(vocabulary, dtype=torch.float32, device=device)
 
     def add(self, token_id: int) -> None:
-        """The sequence grew by one token."""
+        """The sequence grew by one generated token."""
+        self.ids.append(token_id)
         self.seen[token_id] = True
+        self.counts[token_id] += 1
 
 
 LogitsStep = Callable[[Tensor, History], Tensor]
@@ -43,6 +54,62 @@ def repetition_penalty(penalty: float) -> LogitsStep:
     def apply(logits: Tensor, history: History) -> Tensor:
         penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
         return torch.where(history.seen, penalised, logits)
+
+    return apply
+
+
+def logit_bias(biases: Mapping[int, float]) -> LogitsStep:
+    """Add a number to the logits of single ids."""
+
+    def apply(logits: Tensor, history: History) -> Tensor:
+        vocabulary = logits.shape[-1]
+        beyond = [token_id for token_id in biases if token_id >= vocabulary]
+        if beyond:
+            raise InvalidParams(f"logit_bias names id {beyond[0]}, outside the vocabulary of {vocabulary}")
+        bias = torch.zeros_like(logits)
+        bias[..., list(biases)] = torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
+        return logits + bias
+
+    return apply
+
+
+def presence_penalty(penalty: float) -> LogitsStep:
+    """Subtract the penalty from every id that was generated."""
+    return lambda logits, history: logits - penalty * (history.counts > 0)
+
+
+def frequency_penalty(penalty: float) -> LogitsStep:
+    """Subtract the penalty from every id, as often as it was generated."""
+    return lambda logits, history: logits - penalty * history.counts
+
+
+def bad_words(words: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> LogitsStep:
+    """Forbid the last id of every word whose other ids are the end of the sequence.
+
+    An EOS alone cannot be forbidden, as in `generate()`.
+    """
+    usable = [tuple(word) for word in words if not (len(word) == 1 and word[0] in eos_ids)]
+
+    def apply(logits: Tensor, history: History) -> Tensor:
+        forbidden = [word[-1] for word in usable if tuple(history.ids[len(history.ids) - len(word) + 1 :]) == word[:-1]]
+        if not forbidden:
+            return logits
+        allowed = logits.clone()
+        allowed[..., forbidden] = _MASKED
+        return allowed
+
+    return apply
+
+
+def min_new_tokens(count: int, eos_ids: frozenset[int]) -> LogitsStep:
+    """Forbid every EOS until `count` tokens were generated."""
+
+    def apply(logits: Tensor, history: History) -> Tensor:
+        if len(history.ids) - history.prompt_length >= count or not eos_ids:
+            return logits
+        allowed = logits.clone()
+        allowed[..., list(eos_ids)] = _MASKED
+        return allowed
 
     return apply
 
@@ -90,46 +157,79 @@ def min_p(p: float) -> LogitsStep:
     return apply
 
 
+def typical_p(p: float) -> LogitsStep:
+    """Keep the ids whose surprise is nearest the entropy until they reach probability p (Meister et al., 2022)."""
+
+    def apply(logits: Tensor, history: History) -> Tensor:
+        log_probabilities = logits.log_softmax(dim=-1)
+        entropy = -(log_probabilities * log_probabilities.exp()).nansum(dim=-1, keepdim=True)
+        nearest, order = torch.sort((-log_probabilities - entropy).abs(), descending=False)
+        cumulative = logits.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
+        last = (cumulative < p).sum(dim=-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+        removed = nearest > nearest.gather(-1, last)
+        removed[..., 0] = False
+        return logits.masked_fill(removed.scatter(-1, order, removed), _MASKED)
+
+    return apply
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRow:
-    """One row: the params field, the value that switches it off, its step, whether greedy runs use it."""
+    """One row: the params field, the value that switches it off, and the step.
+
+    `when_greedy` rows act at temperature 0 too, `needs_eos` rows are also given the EOS ids.
+    """
 
     param: str
-    off: float
+    off: object
     make: Callable[..., LogitsStep]
     when_greedy: bool = False
+    needs_eos: bool = False
 
 
 SAMPLER_STEPS: tuple[SamplerRow, ...] = (
+    SamplerRow(param="logit_bias", off={}, make=logit_bias, when_greedy=True),
     SamplerRow(param="repetition_penalty", off=1.0, make=repetition_penalty, when_greedy=True),
+    SamplerRow(param="presence_penalty", off=0.0, make=presence_penalty, when_greedy=True),
+    SamplerRow(param="frequency_penalty", off=0.0, make=frequency_penalty, when_greedy=True),
+    SamplerRow(param="bad_words", off=(), make=bad_words, when_greedy=True, needs_eos=True),
+    SamplerRow(param="min_new_tokens", off=0, make=min_new_tokens, when_greedy=True, needs_eos=True),
     SamplerRow(param="temperature", off=1.0, make=temperature),
     SamplerRow(param="top_k", off=0, make=top_k),
     SamplerRow(param="top_p", off=1.0, make=top_p),
     SamplerRow(param="min_p", off=0.0, make=min_p),
+    SamplerRow(param="typical_p", off=1.0, make=typical_p),
 )
 
 
-Sampler = Callable[[Tensor], tuple[int, float]]
-"""Takes the last position's logits, [1, vocabulary]; returns a token id and its log-probability."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A drawn token, its log-probability under the model's own distribution, and the most likely ids with theirs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
-def make_sampler(params: SamplingParams, prompt_ids: Iterable[int], device: torch.device) -> Sampler:
+Sampler = Callable[[Tensor], Draw]
+"""Takes the last position's logits, shape [1, vocabulary], and draws a token."""
+
+
+def make_sampler(
+    params: SamplingParams, prompt_ids: Iterable[int], device: torch.device, eos_ids: frozenset[int] = frozenset()
+) -> Sampler:
     """Compose the steps that `params` switches on into one function with its own random generator.
 
     The sampler raises `NonFiniteLogits` on a row with NaN or +inf, or with nothing but -inf.
     """
-    steps = [
-        row.make(getattr(params, row.param))
-        for row in SAMPLER_STEPS
-        if getattr(params, row.param) != row.off and (row.when_greedy or not params.greedy)
-    ]
+    steps = compose_steps(params, eos_ids)
     # MPS has returned wrong draws without an error, so there the draw happens on the CPU
     draw_device = torch.device("cpu") if device.type == "mps" else device
     generator = torch.Generator(device=draw_device).manual_seed(params.seed)
     history: History | None = None
     prompt_ids = tuple(prompt_ids)
 
-    def sample(logits: Tensor) -> tuple[int, float]:
+    def sample(logits: Tensor) -> Draw:
         nonlocal history
         logits = logits.to(draw_device, torch.float32)
         best = check_finite(logits)
@@ -138,18 +238,43 @@ def make_sampler(params: SamplingParams, prompt_ids: Iterable[int], device: torc
         scores = logits
         for step in steps:
             scores = step(scores, history)
+        if steps:
+            check_finite(scores, "the filters leave")
         if params.greedy:
             token_id = int(scores.argmax(dim=-1).item()) if steps else best
         else:
             token_id = int(torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).item())
         history.add(token_id)
-        logprob = float((logits[0, token_id] - logits.logsumexp(dim=-1)).item())
-        return token_id, logprob
+        normalizer = logits.logsumexp(dim=-1)
+        return Draw(
+            token_id=token_id,
+            logprob=float((logits[0, token_id] - normalizer).item()),
+            top=_most_likely(logits, normalizer, params.logprobs),
+        )
 
     return sample
 
 
-def check_finite(logits: Tensor) -> int:
+def compose_steps(params: SamplingParams, eos_ids: frozenset[int]) -> list[LogitsStep]:
+    """The steps that `params` switches on, in the table's order."""
+    steps = []
+    for row in SAMPLER_STEPS:
+        value = getattr(params, row.param)
+        if value != row.off and (row.when_greedy or not params.greedy):
+            steps.append(row.make(value, eos_ids) if row.needs_eos else row.make(value))
+    return steps
+
+
+def _most_likely(logits: Tensor, normalizer: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    top = torch.topk(logits[0], min(count, logits.shape[-1]))
+    logprobs = (top.values - normalizer).tolist()
+    finite = zip(top.indices.tolist(), logprobs, strict=True)
+    return tuple((token_id, logprob) for token_id, logprob in finite if logprob > _MASKED)
+
+
+def check_finite(logits: Tensor, source: str = "the model returned") -> int:
     """The id of the largest logit of a [1, vocabulary] row.
 
     Raises:
@@ -159,5 +284,5 @@ def check_finite(logits: Tensor) -> int:
     largest = float(logits[0, best].item())
     if not math.isfinite(largest):
         what = "only -inf" if largest == _MASKED else "NaN" if math.isnan(largest) else "+inf"
-        raise NonFiniteLogits(f"the model returned {what} in its logits")
+        raise NonFiniteLogits(f"{source} {what} in the logits")
     return best

@@ -62,6 +62,7 @@ class Output:
         eos_ids: ids that end the run; their own text is never shown.
         max_new_tokens: the most ids to take, and `limit_reason` what reaching that is called.
         token_text: a token's own text, for records.
+        out_of_time: whether the time limit is reached.
         detail: the EOS id or the stop text that ended the run.
     """
 
@@ -71,6 +72,7 @@ class Output:
     max_new_tokens: int
     limit_reason: FinishReason
     token_text: Callable[[int], str]
+    out_of_time: Callable[[], bool] = lambda: False
     count: int = 0
     reason: FinishReason | None = None
     detail: int | str | None = None
@@ -86,6 +88,8 @@ class Output:
             self.reason, self.detail = "stop", self.matcher.matched
         elif self.count >= self.max_new_tokens:
             self.reason = self.limit_reason
+        elif self.out_of_time():
+            self.reason = "time"
         return text
 
     def flush(self) -> str:

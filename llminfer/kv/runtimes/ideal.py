@@ -15,6 +15,7 @@ from llminfer.kv.runtimes.records import (
     each_layer,
     per_token_terms,
     state_terms,
+    unpinned,
 )
 
 
@@ -26,7 +27,9 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
 def _layer(layer: LayerKV, request: Request) -> LayerBytes:
     slots = request.tokens if layer.window is None else min(request.tokens, layer.window)
     grown = per_token_terms(layer, slots, request, sequences=request.batch, tokens=request.tokens)
-    states = state_terms(layer, sequences=request.batch, dtype=lambda state: request.float_type, needed_only=True)
+    states = state_terms(
+        layer, sequences=request.batch, dtype=lambda state: unpinned(state.dtype, request), needed_only=True
+    )
     return LayerBytes(
         slots=slots,
         terms=grown + states,

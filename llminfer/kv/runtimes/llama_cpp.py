@@ -10,6 +10,8 @@ physical batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llminfer.errors import InvalidParams
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.layer import LayerKV, ModelKV
@@ -24,6 +26,7 @@ from llminfer.kv.runtimes.records import (
     per_token_terms,
     state_terms,
     tensor_type,
+    unpinned,
 )
 
 CELLS_MULTIPLE = 256
@@ -77,8 +80,10 @@ def _layer(layer: LayerKV, request: Request, *, windowed: bool) -> LayerBytes:
     cells = _pad(request.tokens * request.batch)
     if layer.window is not None and windowed:
         cells = _pad(min(cells, layer.window * request.batch + UBATCH_TOKENS))
-    float32 = element_type("float32")
-    states = state_terms(layer, sequences=request.batch, dtype=lambda state: float32, needed_only=True)
+    float32 = replace(request, float_type=element_type("float32"))
+    states = state_terms(
+        layer, sequences=request.batch, dtype=lambda state: unpinned(state.dtype, float32), needed_only=True
+    )
     return LayerBytes(
         slots=cells if layer.tensors else 0,
         terms=per_token_terms(layer, cells, request, sequences=1, symbol="cells") + states,

@@ -180,6 +180,11 @@ def state_terms(
     return tuple(terms)
 
 
+def unpinned(dtype: str | None, request: Request) -> ElementType:
+    """A state's type where nothing holds it in float32: the model's, but for types that are no widening (ids)."""
+    return request.float_type if dtype in (None, "float32") else element_type(str(dtype))
+
+
 def bytes_per_element(kind: ElementType) -> str:
     """The size of an element as a factor: `2`, or `34/32` for a block type."""
     return str(kind.block_bytes) if kind.block_elements == 1 else f"{kind.block_bytes}/{kind.block_elements}"

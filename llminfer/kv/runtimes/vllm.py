@@ -30,6 +30,7 @@ from llminfer.kv.runtimes.records import (
     per_token_terms,
     refuse,
     state_terms,
+    unpinned,
 )
 
 BLOCK_TOKENS = 16
@@ -171,7 +172,7 @@ def _state_bytes(model: ModelKV, layer: LayerKV, request: Request) -> int:
 
 def _state_type(model: ModelKV, state: State, request: Request) -> ElementType:
     pinned = model.model_type in FLOAT32_STATE_MODEL_TYPES and state.role != "conv"
-    return element_type("float32") if pinned else request.float_type
+    return element_type("float32") if pinned else unpinned(state.dtype, request)
 
 
 RUNTIME = Runtime(

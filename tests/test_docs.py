@@ -1,0 +1,44 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llminfer.cli.app import COMMANDS
+from scripts.write_cli_docs import PAGE, help_of, page
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def standard_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_the_page_of_the_command_line_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python scripts/write_cli_docs.py"
+
+
+def test_every_option_named_in_the_readme_exists() -> None:
+    known = "\n".join(help_of(name) for name in COMMANDS)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    # options of other programs that the examples call
+    foreign = {"--no-deps", "--editable"}
+    assert named - foreign <= set(re.findall(r"--[a-z][a-z-]+", known)) | {"--help", "--version"}
+
+
+def test_the_two_commands_of_the_readme_are_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?make (\w+)`?", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_links_lead_somewhere() -> None:
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", file.read_text(encoding="utf-8")):
+            if "://" not in link:
+                assert (file.parent / link).exists(), f"{file.name}: {link}"
