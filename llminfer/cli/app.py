@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +61,7 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-COMMANDS = {"generate": generate, "kv-size": kv_size}
+COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "kv-size": kv_size}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

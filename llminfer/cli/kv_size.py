@@ -28,7 +28,7 @@ def kv_size(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...",
+            metavar="MODEL",
             help="A folder, a config.json, - for one on standard input, a .gguf file, a shipped config, or a Hub id.",
             show_default=False,
         ),
@@ -421,6 +421,13 @@ def _warn(answers: list[Answer]) -> None:
         for answer in answers
         if answer.beyond_limit
     }
+    for answer in answers:
+        found = answer.footprint
+        stated = not any(field.name == "dtype" and field.origin.startswith("not in") for field in answer.model.fields)
+        if found and not stated and {found.k_dtype, found.v_dtype} == {answer.model.dtype}:
+            said.add(
+                f"note: {answer.model.name} states no element type: counted as {found.k_dtype}; --dtype sets another"
+            )
     for line in sorted(said):
         typer.echo(line, err=True)
 
