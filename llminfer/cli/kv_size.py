@@ -119,7 +119,7 @@ def kv_size(
     for source in _sources(models or [], bare):
         model = _bare_model(bare, dtype) if source is None else _model(source)
         answers += _answers(question, model, source, verify)
-    _warn(answers)
+    _warn(question, answers)
     _print(answers, output, only_bytes, layers_table)
     if plot is not None:
         _plot(question, answers, plot)
@@ -414,20 +414,19 @@ def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
     return rows
 
 
-def _warn(answers: list[Answer]) -> None:
+def _warn(question: Question, answers: list[Answer]) -> None:
     """Say on stderr what a reader of the numbers alone would miss."""
     said = {
         f"note: {answer.tokens} tokens are more than {answer.model.name}'s own limit of {answer.model.context_limit}"
         for answer in answers
         if answer.beyond_limit
     }
-    for answer in answers:
-        found = answer.footprint
-        stated = not any(field.name == "dtype" and field.origin.startswith("not in") for field in answer.model.fields)
-        if found and not stated and {found.k_dtype, found.v_dtype} == {answer.model.dtype}:
-            said.add(
-                f"note: {answer.model.name} states no element type: counted as {found.k_dtype}; --dtype sets another"
-            )
+    if not any(question.dtypes.values()):
+        said |= {
+            f"note: {answer.model.name} states no element type: counted as {answer.model.dtype}; --dtype sets another"
+            for answer in answers
+            if any(field.name == "dtype" and field.origin.startswith("not in") for field in answer.model.fields)
+        }
     for line in sorted(said):
         typer.echo(line, err=True)
 
