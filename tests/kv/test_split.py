@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llminfer.errors import UsageError
+from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import footprint
-from llminfer.kv.layer import LayerKV, PerToken
+from llminfer.kv.layer import LayerKV, PerToken, State
 from llminfer.kv.runtimes.table import RUNTIMES
 from tests.kv.models import attention, model, recurrent
 
@@ -39,6 +39,18 @@ def test_states_are_split_by_channels() -> None:
     assert footprint(of, tokens=1, tp=4).total_bytes * 4 == footprint(of, tokens=1).total_bytes
     with pytest.raises(UsageError, match="does not divide the 64 rows"):
         footprint(of, tokens=1, tp=3)
+
+
+def test_vllm_is_refused_where_ranks_do_not_divide_the_groups_of_mamba_2() -> None:
+    # 4 heads of 16 with a state of 8, in 2 groups: 64 + 2 · 2 · 8 channels
+    states = (
+        State(name="conv", shape=(96, 4), role="conv", needed_columns=3),
+        State(name="ssm", shape=(4, 16, 8), dtype="float32"),
+    )
+    of = model(LayerKV(kind="linear", states=states), model_type="mamba2")
+    assert footprint(of, tokens=1, tp=2, runtime="vllm").total_bytes == (48 * 3 + 2 * 16 * 8) * 2
+    with pytest.raises(UnsupportedArchitecture, match="2 state groups on 4 ranks"):
+        footprint(of, tokens=1, tp=4, runtime="vllm")
 
 
 def test_transformers_splits_the_heads_that_it_caches() -> None:

@@ -91,6 +91,21 @@ def _check(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Non
     check_latent("vllm", model, layers, LATENT_MODEL_TYPES)
     if any(tensor.name.startswith("index") for layer in layers for tensor in layer.tensors):
         raise refuse("vllm", model, "no rule for the keys of its indexer")
+    for whole, part in zip(model.layers, layers, strict=True):
+        _check_groups(model, whole, part)
+
+
+def _check_groups(model: ModelKV, whole: LayerKV, part: LayerKV) -> None:
+    """Refuse ranks that do not divide Mamba-2's groups: vLLM widens the convolution for them then."""
+    conv = next((state for state in whole.states if state.role == "conv"), None)
+    scan = next((state for state in whole.states if state.name == "ssm" and len(state.shape) == 3), None)
+    if conv is None or scan is None:
+        return
+    ranks = whole.states[0].shape[0] // part.states[0].shape[0]
+    heads, head_dim, size = scan.shape
+    groups = (conv.shape[0] - heads * head_dim) // (2 * size)
+    if groups % ranks:
+        raise refuse("vllm", model, f"no rule for {groups} state groups on {ranks} ranks")
 
 
 def _specs(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> dict[LayerKV, tuple[Spec, ...]]:
