@@ -42,6 +42,7 @@ ELEMENT_TYPES: dict[str, ElementType] = {
         ElementType(name="fp8", block_bytes=1),
         ElementType(name="int8", block_bytes=1),
         ElementType(name="int4", block_elements=2, block_bytes=1),
+        ElementType(name="int2", block_elements=4, block_bytes=1),
         ElementType(name="q8_0", block_elements=32, block_bytes=34),
         ElementType(name="q5_1", block_elements=32, block_bytes=24),
         ElementType(name="q5_0", block_elements=32, block_bytes=22),
