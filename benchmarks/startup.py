@@ -78,6 +78,8 @@ def main() -> None:
     light = {
         "python -c pass": [sys.executable, "-c", "pass"],
         "llminfer --help": [*llminfer, "--help"],
+        "llminfer kv-size --bytes": [*llminfer, "kv-size", "llama-3.1-8b", "-N", "8192", "--bytes"],
+        "llminfer kv-size, a table": [*llminfer, "kv-size", "llama-3.1-8b", "-N", "8192"],
         "llminfer, a usage error": [
             sys.executable,
             "-c",

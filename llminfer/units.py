@@ -13,6 +13,7 @@ _BYTE_FACTORS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))},
 }
 _COUNT_FACTORS = {"": 1, "k": 1000, "m": 1000**2, "ki": 1024, "mi": 1024**2}
+RANGE_LIMIT = 1000
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -49,6 +50,45 @@ def parse_count(text: str) -> int:
     if match is None or factor is None or not math.isclose(float(match[1]) * factor % 1, 0):
         raise InvalidParams(f"{text!r} is not a token count", hint="write it like 8192, 8k (8000) or 8Ki (8192)")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def parse_counts(text: str) -> list[int]:
+    """Counts of 1 or more from a list with ranges: `1k,8k,128k`, `1k..128k*2` (doubling), `1k..8k+1k` (steps).
+
+    Raises:
+        InvalidParams: when an item is neither a positive count nor a range that rises and ends.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        if ".." in item:
+            counts += _parse_range(item)
+        else:
+            counts.append(_positive_count(item))
+    return counts
+
+
+def _parse_range(text: str) -> list[int]:
+    match = re.fullmatch(r"([^.*+]+(?:\.\d[^.*+]*)?)\.\.([^*+]+)([*+])(.+)", text.strip())
+    if match is None:
+        raise InvalidParams(f"{text.strip()!r} is not a range", hint="write it like 1k..128k*2 or 1k..8k+1k")
+    value, last = _positive_count(match[1]), _positive_count(match[2])
+    step = _positive_count(match[4])
+    if value > last or (match[3] == "*" and step < 2):
+        raise InvalidParams(f"the range {text.strip()!r} does not rise", hint="write it like 1k..128k*2 or 1k..8k+1k")
+    counts = []
+    while value <= last:
+        counts.append(value)
+        if len(counts) > RANGE_LIMIT:
+            raise InvalidParams(f"the range {text.strip()!r} has more than {RANGE_LIMIT} members")
+        value = value * step if match[3] == "*" else value + step
+    return counts
+
+
+def _positive_count(text: str) -> int:
+    count = parse_count(text)
+    if count < 1:
+        raise InvalidParams(f"{text.strip()!r} is not 1 or more")
+    return count
 
 
 def format_seconds(duration_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from llminfer import __version__
 from llminfer.cli.generate import generate
+from llminfer.cli.kv_size import kv_size
 from llminfer.errors import LlminferError
 
 INTERRUPTED_EXIT_CODE = 130
@@ -60,7 +61,7 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-COMMANDS = {"generate": generate}
+COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "kv-size": kv_size}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

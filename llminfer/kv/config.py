@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,21 @@ def parse_config(text: str, *, source: str) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class ConfigView:
-    """A config's text part, read field by field; what was read is kept with its origin."""
+    """A config's text part, read field by field; what was read is kept with its origin.
+
+    `names` are the model type's own names for common fields (`n_layer` for `num_hidden_layers`).
+    `nested` says that the config is a part of a larger one: transformers writes such parts as
+    differences from their class, so there and only there a missing size is the class default.
+    `index` is the layer that a rule is asked about.
+    """
 
     config: Mapping[str, Any]
     source: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     defaults_origin: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    nested: bool = False
+    index: int = 0
     used: dict[str, Field] = field(default_factory=dict)
 
     @property
@@ -60,46 +69,97 @@ class ConfigView:
         return str(self.config.get("model_type") or "")
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is set (dotted names go inside), else the class default, else `default`."""
-        for origin, mapping in (("file", self.config), (self.defaults_origin, self.defaults)):
-            for name in names:
-                value = _dig(mapping, name)
-                if value is not _MISSING and value is not None:
-                    self.used[name] = Field(name=name, value=value, origin=origin)
-                    return value
+        """The first of `names` that is set (dotted names go inside), else the class default, else `default`.
+
+        A field that the file sets to null is unset on purpose: its class default does not apply.
+        """
+        spellings = [spelling for name in names for spelling in self._spellings(name)]
+        stated = {name: value for name in spellings if (value := _dig(self.config, name)) is not _MISSING}
+        for name, value in stated.items():
+            if value is not None:
+                self.used[name] = Field(name=name, value=value, origin="file")
+                return value
+        for name in spellings if not stated else ():
+            value = _dig(self.defaults, name)
+            if value is not _MISSING and value is not None:
+                self.used[name] = Field(name=name, value=value, origin=self.defaults_origin)
+                return value
         return default
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """A positive integer field.
+    def _spellings(self, name: str) -> list[str]:
+        """A field under its common name and under the type's own, whichever of them was asked for."""
+        own = self.names.get(name)
+        return [name, *([own] if own else []), *(common for common, other in self.names.items() if other == name)]
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """An integer field of at least `least`.
 
         Raises:
-            UnknownConfigField: when none of `names` is set, or the value is not a positive integer.
+            UnknownConfigField: when none of `names` is set, or the value is no such integer.
         """
         value = self.get(*names, default=default)
         if value is None:
-            raise UnknownConfigField(
-                f"{self.source}: no {' or '.join(names)} in the config",
-                hint=f"it has: {', '.join(sorted(self.config)) or 'nothing'}",
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not a positive integer")
+            raise self.missing(*names)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not {what}")
         return value
+
+    def size(self, *names: str) -> int:
+        """A size that makes the model what it is: never a class default, unless the config is a nested part.
+
+        Raises:
+            UnknownConfigField: when the config does not state it.
+        """
+        own = self if self.nested else replace(self, defaults={})
+        return own.integer(*names)
+
+    def integers(self, *names: str) -> list[int] | None:
+        """A list of integers, or None when it is not set."""
+        value = self.get(*names)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not a list of integers")
+        return value
+
+    def missing(self, *names: str) -> UnknownConfigField:
+        """The error that none of `names` is there."""
+        return UnknownConfigField(
+            f"{self.source}: no {' or '.join(names)} in the config",
+            hint=f"it has: {', '.join(sorted(map(str, self.config))) or 'nothing'}",
+        )
 
     def note(self, name: str, value: object, origin: str) -> None:
         """Keep a derived value with the rule that gave it."""
         self.used[name] = Field(name=name, value=value, origin=origin)
 
+    def at(self, index: int, overrides: Mapping[str, Any] | None = None) -> ConfigView:
+        """The view of one layer: the config with that layer's own values over it."""
+        return replace(self, index=index, config={**self.config, **(overrides or {})})
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's own part of a config: `text_config` and its other names, however deep."""
-    for key in TEXT_CONFIG_KEYS:
-        nested = config.get(key)
+    return text_part(config)[0]
+
+
+def text_part(config: Mapping[str, Any], key: str | None = None) -> tuple[Mapping[str, Any], bool]:
+    """The language model's part of a config, and whether it was nested in it.
+
+    Args:
+        config: a whole config.
+        key: where this config's model type keeps it; the usual places when not given.
+    """
+    for name in (key,) if key else TEXT_CONFIG_KEYS:
+        nested = config.get(name)
         if isinstance(nested, Mapping):
-            inner = text_config(nested)
+            inner, _ = text_part(nested)
             # the element type is often stated outside only
-            outer_dtype = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
-            return {**outer_dtype, **inner}
-    return config
+            if all(inner.get(name) is None for name in ("dtype", "torch_dtype")):
+                inner = {**inner, "dtype": config.get("dtype") or config.get("torch_dtype")}
+            return inner, True
+    return config, False
 
 
 def _dig(mapping: Mapping[str, Any], dotted: str) -> Any:

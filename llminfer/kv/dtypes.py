@@ -35,12 +35,14 @@ ELEMENT_TYPES: dict[str, ElementType] = {
     row.name: row
     for row in (
         ElementType(name="float64", block_bytes=8),
+        ElementType(name="int64", block_bytes=8),
         ElementType(name="float32", block_bytes=4),
         ElementType(name="bfloat16", block_bytes=2),
         ElementType(name="float16", block_bytes=2),
         ElementType(name="fp8", block_bytes=1),
         ElementType(name="int8", block_bytes=1),
         ElementType(name="int4", block_elements=2, block_bytes=1),
+        ElementType(name="int2", block_elements=4, block_bytes=1),
         ElementType(name="q8_0", block_elements=32, block_bytes=34),
         ElementType(name="q5_1", block_elements=32, block_bytes=24),
         ElementType(name="q5_0", block_elements=32, block_bytes=22),

@@ -1,87 +1,204 @@
-"""From a model's layers to bytes, as transformers' dynamic cache holds them."""
+"""From a model's layers to bytes, as one runtime holds them on one rank."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from llminfer.errors import InvalidParams
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.layer import LayerKV, ModelKV
+from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request
+from llminfer.kv.runtimes.table import runtime as runtime_row
+from llminfer.kv.runtimes.transformers_dynamic import kept_tokens
+from llminfer.kv.split import shard
 from llminfer.units import format_bytes
+
+__all__ = ["Footprint", "footprint", "kept_tokens", "total_bytes"]
+
+# types that arithmetic is done in, so that a model's states can have them
+FLOAT_TYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The bytes of a cache that holds `tokens` tokens of `batch` sequences.
+    """The bytes of a cache that holds `tokens` tokens of `batch` sequences, on one of `tp` ranks.
 
     `bytes_per_token` is what the next token of every sequence adds, so 0 once all windows are
-    full. `state_bytes` is the part that does not depend on the tokens.
+    full; a runtime that allocates blocks of `block_tokens` tokens adds them a block at a time.
+    `state_bytes` is the part that does not depend on the tokens; `padding_bytes` is held by no
+    layer. `layers` are the model's layers as the rank holds them, `layer_rows` their slots and
+    terms, `layer_bytes` their sizes. `peaks` are the moments and meanings in which the bytes differ.
     """
 
+    runtime: str
+    release: str
     tokens: int
     batch: int
+    tp: int
     dtype: str
-    layer_bytes: tuple[int, ...]
+    k_dtype: str
+    v_dtype: str
+    layers: tuple[LayerKV, ...]
+    layer_rows: tuple[LayerBytes, ...]
+    padding_bytes: int
     bytes_per_token: int
-    state_bytes: int
+    block_tokens: int
     formula: str
+    peaks: tuple[Peak, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer."""
+        return tuple(row.size_bytes for row in self.layer_rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that do not depend on the tokens."""
+        return sum(row.state_bytes for row in self.layer_rows)
 
     @property
     def total_bytes(self) -> int:
-        """All layers together."""
-        return sum(self.layer_bytes)
+        """All layers together, and what belongs to none."""
+        return sum(self.layer_bytes) + self.padding_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any of the moments named in `peaks`."""
+        return max((self.total_bytes, *(peak.size_bytes for peak in self.peaks)))
+
+    @property
+    def all_ranks_bytes(self) -> int:
+        """The bytes of all tensor-parallel ranks, what they hold in common counted on each."""
+        return self.total_bytes * self.tp
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the layers of each kind, in the order in which the kinds first occur."""
+        sums: dict[str, int] = {}
+        for layer, row in zip(self.layers, self.layer_rows, strict=True):
+            sums[layer.kind] = sums.get(layer.kind, 0) + row.size_bytes
+        return sums
 
 
-def footprint(model: ModelKV, *, tokens: int, batch: int = 1, dtype: str | None = None) -> Footprint:
-    """The bytes of the tensors in transformers' `DynamicCache` of this model.
+def footprint(
+    model: ModelKV,
+    *,
+    tokens: int,
+    batch: int = 1,
+    dtype: str | None = None,
+    runtime: str = "transformers",
+    k_dtype: str | None = None,
+    v_dtype: str | None = None,
+    tp: int = 1,
+) -> Footprint:
+    """The bytes of this model's cache in a runtime.
 
     Args:
         tokens: cached tokens per sequence, so prompt + generated − 1 after a run.
         batch: sequences in the cache.
         dtype: the cache's element type; the model's own when not given.
+        runtime: a name in `kv.runtimes.table.RUNTIMES`.
+        k_dtype: the element type of the keys (and of all that is not values) where it is not `dtype`.
+        v_dtype: the element type of the values where it is not `dtype`.
+        tp: tensor-parallel ranks; the answer is for one of them.
+
+    Raises:
+        InvalidParams: when a number is out of its range or an element type is unknown.
+        UsageError: when the runtime is unknown, or has no such element type, or `tp` does not divide.
+        UnsupportedArchitecture: when the runtime cannot hold such a model's cache.
     """
-    dtype = element_type(dtype or model.dtype).name
-    layer_bytes = tuple(_layer_bytes(layer, tokens, batch, dtype) for layer in model.layers)
-    one_more = sum(_layer_bytes(layer, tokens + 1, batch, dtype) for layer in model.layers)
+    for name, value, least in (("tokens", tokens, 0), ("batch", batch, 1), ("tp", tp, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidParams(f"{name} is {value!r}, not a whole number of {least} or more")
+    row = runtime_row(runtime)
+    rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
+    request = _request(model, tokens, batch, dtype, k_dtype, v_dtype)
+    now = row.allocate(model, rank.layers, request)
+    later = row.allocate(model, rank.layers, replace(request, tokens=tokens + now.block_tokens))
     return Footprint(
+        runtime=row.name,
+        release=row.release,
         tokens=tokens,
         batch=batch,
-        dtype=dtype,
-        layer_bytes=layer_bytes,
-        bytes_per_token=one_more - sum(layer_bytes),
-        state_bytes=sum(_layer_bytes(layer, 0, batch, dtype) for layer in model.layers),
-        formula=_formula(model, tokens, batch, dtype, sum(layer_bytes)),
+        tp=tp,
+        dtype=request.float_type.name,
+        k_dtype=request.k_type.name,
+        v_dtype=request.v_type.name,
+        layers=rank.layers,
+        layer_rows=now.layers,
+        padding_bytes=now.padding_bytes,
+        bytes_per_token=(_total(later) - _total(now)) // now.block_tokens,
+        block_tokens=now.block_tokens,
+        formula=_formula(rank.layers, now),
+        peaks=now.peaks,
+        notes=rank.notes + now.notes,
     )
 
 
-def kept_tokens(layer: LayerKV, tokens: int) -> int:
-    """Tokens that transformers' dynamic cache keeps: a window of w keeps w − 1, and one of 1 keeps all.
+def total_bytes(
+    model: ModelKV,
+    *,
+    dtype: str | None = None,
+    runtime: str = "transformers",
+    k_dtype: str | None = None,
+    v_dtype: str | None = None,
+    tp: int = 1,
+) -> Callable[[int, int], int]:
+    """`footprint(...).total_bytes` as a function of tokens and batch, for those who ask it many times.
 
-    Source: `DynamicSlidingWindowLayer.update` slices `[-w + 1:]`, which is everything for w = 1.
+    Raises:
+        As `footprint`, when made or when called.
     """
-    if layer.window is None or layer.window == 1:
-        return tokens
-    return min(tokens, layer.window - 1)
+    row = runtime_row(runtime)
+    rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
+
+    def of(tokens: int, batch: int) -> int:
+        return _total(row.allocate(model, rank.layers, _request(model, tokens, batch, dtype, k_dtype, v_dtype)))
+
+    return of
 
 
-def _layer_bytes(layer: LayerKV, tokens: int, batch: int, dtype: str) -> int:
-    kept = kept_tokens(layer, tokens)
-    grown = sum(element_type(tensor.dtype or dtype).size_bytes(tensor.elements * kept) for tensor in layer.tensors)
-    states = sum(element_type(state.dtype or dtype).size_bytes(state.elements) for state in layer.states)
-    return batch * (grown + states)
+def _request(
+    model: ModelKV, tokens: int, batch: int, dtype: str | None, k_dtype: str | None, v_dtype: str | None
+) -> Request:
+    cache_type = element_type(dtype or model.dtype)
+    own = cache_type if cache_type.name in FLOAT_TYPES else element_type(model.dtype)
+    return Request(
+        tokens=tokens,
+        batch=batch,
+        k_type=element_type(k_dtype) if k_dtype else cache_type,
+        v_type=element_type(v_dtype) if v_dtype else cache_type,
+        float_type=own,
+    )
 
 
-def _formula(model: ModelKV, tokens: int, batch: int, dtype: str, total_bytes: int) -> str:
-    """The sum written out with its numbers, one term per group of equal layers."""
-    terms = []
-    for layer, count in Counter(model.layers).items():
-        kept, per_batch = kept_tokens(layer, tokens), f"{batch} · " if batch > 1 else ""
-        size = element_type(dtype)
-        b_e = size.block_bytes if size.block_elements == 1 else f"{size.block_bytes}/{size.block_elements}"
-        heads_dims = {(tensor.heads, tensor.dim) for tensor in layer.tensors}
-        if len(heads_dims) == 1 and not layer.states:
-            heads, dim = heads_dims.pop()
-            terms.append(f"{per_batch}{len(layer.tensors)} · {count} · {heads} · {dim} · {kept} · {b_e}")
-        else:
-            terms.append(f"{count} · {_layer_bytes(layer, tokens, batch, dtype)}")
-    return f"{' + '.join(terms) or '0'} B = {format_bytes(total_bytes)}"
+def _total(allocation: Allocation) -> int:
+    return sum(row.size_bytes for row in allocation.layers) + allocation.padding_bytes
+
+
+def _formula(layers: tuple[LayerKV, ...], allocation: Allocation) -> str:
+    """The sum written out with its numbers, one term per group of equal layers; with letters too if it is one."""
+    groups = Counter(zip(layers, allocation.layers, strict=True))
+    products, letters, labels = [], [], []
+    for (_, row), count in groups.items():
+        for term in row.terms:
+            products.append(_product(term.factors, str(count), term.layers_at))
+            letters.append(_product(term.symbols, "L", term.layers_at))
+            labels.append(term.label)
+    if allocation.padding_bytes:
+        products.append(str(allocation.padding_bytes))
+        labels.append("padding layers")
+    total = format_bytes(_total(allocation))
+    if not products:
+        return f"0 B = {total}"
+    if len(products) == 1:
+        return f"{letters[0]} = {products[0]} B = {total}"
+    terms = (f"{product} ({label})" for product, label in zip(products, labels, strict=True))
+    return f"{' + '.join(terms)} B = {total}"
+
+
+def _product(factors: tuple[str, ...], layers: str, layers_at: int) -> str:
+    return " · ".join((*factors[:layers_at], layers, *factors[layers_at:]))

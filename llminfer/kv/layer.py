@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerToken:
-    """A cache tensor with one entry per kept token: `heads · dim` elements each.
+    """A cache tensor that grows with the tokens: `heads · dim` elements an entry.
+
+    Most tensors have one entry for each kept token. Some do not:
+
+    - `stride` s > 1: one entry for every s tokens seen (compressed entries). With `remainder` it is
+      the other part: one entry for each token since the last multiple of s (a buffer that empties).
+    - `at_most`: never more entries than this (the last compressed entry's overlap: 0, then 1).
+    - `extra_tokens`: entries beside those of the tokens (a learned prefix, a dummy token).
+    - `after` n: none at all until there are more than n tokens (Reformer's hash buckets).
+    - `windowed` False: the layer's window does not apply to this tensor.
 
     `dtype` is None where the tensor follows the cache's element type, else the type it is pinned to.
+    `heads` is what the architecture needs; `transformers_heads` is what transformers caches where
+    that is another number (Falcon's repeated heads; 0 where it keeps no cache at all).
     """
 
     name: str
     heads: int
     dim: int
     dtype: str | None = None
+    transformers_heads: int | None = None
+    stride: int = 1
+    remainder: bool = False
+    at_most: int | None = None
+    extra_tokens: int = 0
+    after: int = 0
+    windowed: bool = True
 
     @property
     def elements(self) -> int:
-        """Elements per token and sequence."""
+        """Elements of one entry, as the architecture needs them."""
         return self.heads * self.dim
+
+    @property
+    def transformers_elements(self) -> int:
+        """Elements of one entry, as transformers caches them."""
+        return (self.heads if self.transformers_heads is None else self.transformers_heads) * self.dim
+
+    def entries(self, *, tokens: int, kept: int) -> int:
+        """Entries after `tokens` tokens of a sequence, of which the layer's window keeps `kept`."""
+        seen = kept if self.windowed else tokens
+        if tokens <= self.after:
+            seen = 0
+        count = seen % self.stride if self.remainder else seen // self.stride
+        return min(count, self.at_most if self.at_most is not None else count) + self.extra_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """A cache tensor whose size does not depend on the tokens seen (a recurrent or convolution state).
 
-    `shape` is per sequence; `dtype` as in `PerToken`.
+    `shape` is per sequence, and its first dimension (channels or heads) is what tensor parallelism
+    splits; `dtype` as in `PerToken`. `role` is `recurrent`, or `conv` for the last inputs of a
+    causal convolution: `shape[-1]` columns, as many as transformers keeps. `needed_columns` is how
+    many the next step reads (the kernel's width − 1).
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
+    role: str = "recurrent"
+    needed_columns: int | None = None
 
     @property
     def elements(self) -> int:
-        """Elements per sequence."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        """Elements per sequence, as transformers keeps them."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +84,8 @@ class LayerKV:
     Full, sliding, chunked, latent, shared and recurrent layers are this same record with other
     numbers: `tensors` grow with the tokens, `window` is the number of tokens that attention can
     see (the newest included; None: all), `states` do not grow. How many tokens of a window stay
-    cached is the runtime's choice, not the layer's.
+    cached is the runtime's choice, not the layer's. A layer with neither holds nothing: it reuses
+    another layer's cache or has no attention.
     """
 
     kind: str
@@ -60,8 +95,8 @@ class LayerKV:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements that one more token adds while the window is not full."""
-        return sum(tensor.elements for tensor in self.tensors)
+        """Elements that one more token adds while the window is not full, averaged over a stride."""
+        return sum(tensor.elements // tensor.stride for tensor in self.tensors if not tensor.remainder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +118,7 @@ class ModelKV:
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
     for. `context_limit` is the longest sequence the model was made for, None when it states none.
+    `method` is `formula` or `dry run`. `notes` are sentences that the answer has to carry.
     """
 
     name: str
@@ -91,3 +127,5 @@ class ModelKV:
     dtype: str
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()
+    method: str = "formula"
+    notes: tuple[str, ...] = ()

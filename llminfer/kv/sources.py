@@ -1,0 +1,126 @@
+"""From a MODEL argument to a config: a folder, a file, standard input, a shipped config, or a Hub id."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llminfer.errors import ModelNotAvailable
+from llminfer.kv.config import load_config, parse_config
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIXES = (".json", ".gguf", ".txt", ".safetensors", ".bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model's numbers are: a config, or a GGUF file; and the path that its weights may be at."""
+
+    name: str
+    config: Mapping[str, Any] | None = None
+    gguf: Path | None = None
+    path: Path | None = None
+
+
+def find_source(argument: str) -> Source:
+    """The source that a MODEL argument names.
+
+    What exists here comes first, then the shipped configs, then the Hub; whatever looks like a path
+    is never asked of the Hub.
+
+    Raises:
+        ModelNotAvailable: when nothing of the name is found; the message says where it was looked for.
+    """
+    if argument == "-":
+        return Source(name="-", config=parse_config(sys.stdin.read(), source="standard input"))
+    path = Path(argument).expanduser()
+    if _exists(path):
+        if _is_gguf(path):
+            return Source(name=argument, gguf=path, path=path)
+        return Source(name=argument, config=load_config(path), path=path if path.is_dir() else path.parent)
+    if looks_like_path(argument):
+        raise ModelNotAvailable(f"no such file or folder: {argument}")
+    shipped = shipped_configs()
+    if argument in shipped:
+        return Source(name=argument, config=load_config(shipped[argument]))
+    if _HUB_ID.fullmatch(argument):
+        return Source(name=argument, config=_hub_config(argument))
+    close = difflib.get_close_matches(argument, shipped, n=3)
+    raise ModelNotAvailable(
+        f"no file, folder or shipped config is called {argument!r}, and a Hub id is written owner/name",
+        hint=f"did you mean {', '.join(close)}?" if close else "llminfer kv-size --list names the shipped configs",
+    )
+
+
+def looks_like_path(argument: str) -> bool:
+    """Whether an argument can only be meant as a path: `./x`, `/x`, `~/x`, `C:x`, `x.json`, `here/x`."""
+    if argument.startswith((".", "/", "\\", "~")) or re.match(r"[A-Za-z]:", argument):
+        return True
+    if argument.lower().endswith(_FILE_SUFFIXES) or argument.count("/") > 1 or argument.endswith("/"):
+        return True
+    return "/" in argument and _exists(Path(argument).parent)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with llminfer, by name: in the wheel inside the package, in a checkout beside it."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "configs", package.parent / "configs"):
+        found = {file.stem: file for file in sorted(folder.glob("*.json"))}
+        if found:
+            return found
+    return {}
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False  # the reader that comes next says why
+
+
+def _hub_config(repo: str) -> dict[str, Any]:
+    """The config.json of a repository on the Hub, and nothing else of it."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    elsewhere = f"{repo!r} is not a file or folder here"
+    try:
+        return load_config(Path(hf_hub_download(repo, "config.json")))
+    except errors.GatedRepoError:
+        raise ModelNotAvailable(
+            f"{repo} is gated", hint=f"accept its licence at https://huggingface.co/{repo} and log in"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotAvailable(
+            f"{elsewhere}, and the Hub has no such repository (or it is private)", hint="log in if it is yours"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            reason = "is not in the cache, and offline mode is on (HF_HUB_OFFLINE)"
+        else:
+            reason = "is not in the cache, and the Hub cannot be reached"
+        raise ModelNotAvailable(
+            f"{elsewhere}; as a Hub id it {reason}", hint=f"the cache is {constants.HF_HUB_CACHE}"
+        ) from None
+    except errors.EntryNotFoundError:
+        raise ModelNotAvailable(f"{repo} on the Hub has no config.json") from None
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise ModelNotAvailable(f"{elsewhere}, and the Hub did not answer: {type(error).__name__}") from None

@@ -1,0 +1,201 @@
+"""The columns that the table, plain, CSV and Markdown answers of `kv-size` share, and the lines below a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Any
+
+from llminfer.kv.answers import Answer, CheckRow
+from llminfer.kv.footprint import Footprint
+from llminfer.kv.layer import LayerKV
+from llminfer.units import format_bytes
+
+NONE = "–"
+_FORMULAS_AT_MOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A heading, the text of one answer under it, and whether it is a number (so set to the right)."""
+
+    heading: str
+    text: Callable[[Answer], str]
+    number: bool = True
+
+
+def columns(answers: Sequence[Answer]) -> list[Column]:
+    """The columns that these answers need: what no answer has, or all have alike by default, is left out."""
+    rows = [
+        Column(heading="model", text=lambda answer: answer.model.name, number=False),
+        Column(heading="runtime", text=lambda answer: answer.runtime, number=False),
+        Column(heading="tokens", text=lambda answer: str(answer.tokens)),
+        Column(heading="batch", text=lambda answer: str(answer.batch)),
+    ]
+    if any(answer.tp > 1 for answer in answers):
+        rows.append(Column(heading="tp", text=lambda answer: str(answer.tp)))
+    rows += [
+        Column(heading="cache", text=_of(cache_type), number=False),
+        Column(heading="total", text=_of(lambda found: format_bytes(found.total_bytes))),
+        Column(heading="bytes", text=_of(lambda found: str(found.total_bytes))),
+        Column(heading="next token", text=_of(lambda found: format_bytes(found.bytes_per_token))),
+        Column(heading="fixed state", text=_of(lambda found: format_bytes(found.state_bytes))),
+    ]
+    if any(answer.footprint and answer.footprint.peaks for answer in answers):
+        rows.append(Column(heading="peak", text=_of(lambda found: format_bytes(found.peak_bytes))))
+    if any(answer.budget for answer in answers):
+        rows += [
+            Column(heading="longest context", text=_longest_context),
+            Column(heading="largest batch", text=_largest_batch),
+            Column(heading="fits", text=_fits, number=False),
+        ]
+    rows.append(Column(heading="by", text=lambda answer: answer.model.method, number=False))
+    return rows
+
+
+def lines_below(answers: Sequence[Answer]) -> list[str]:
+    """Formulas, peaks, notes and refusals, one line each, with what they are about in front when there are several."""
+    lines: dict[str, None] = {}
+    several = len(answers) > 1
+    for answer in answers:
+        found, about = answer.footprint, f"{_about(answer)}: " if several else ""
+        if found is None:
+            lines[f"{answer.model.name}, {answer.runtime}: no answer: {answer.refusal}"] = None
+            continue
+        if len(answers) <= _FORMULAS_AT_MOST:
+            lines[f"{about}{found.formula}"] = None
+            for peak in found.peaks:
+                size = f"{format_bytes(peak.size_bytes)}, {peak.size_bytes} B"
+                lines[f"{about}{peak.name}: {size} ({peak.reason})"] = None
+        if answer.tp > 1 and len(answers) <= _FORMULAS_AT_MOST:
+            lines[f"{about}all {answer.tp} ranks: {format_bytes(found.all_ranks_bytes)}"] = None
+        for note in (*found.notes, *answer.model.notes):
+            lines[f"{answer.model.name}, {answer.runtime}: {note}" if several else note] = None
+        if answer.budget:
+            lines[f"{about}{answer.budget.text}"] = None
+    for release in dict.fromkeys(f"{a.runtime}: {a.footprint.release}" for a in answers if a.footprint):
+        lines[release] = None
+    lines["steady state; a step needs working memory besides, and transformers copies a layer as it grows"] = None
+    return list(lines)
+
+
+LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state bytes")
+
+
+def layer_rows(found: Footprint) -> list[tuple[str, ...]]:
+    """Every layer as the rank holds it: kind, heads, dims, kept tokens, bytes, state bytes."""
+    rows: list[tuple[str, ...]] = []
+    for index, (layer, sizes) in enumerate(zip(found.layers, found.layer_rows, strict=True)):
+        rows.append(
+            (
+                str(index),
+                layer.kind,
+                _joined(tensor.heads for tensor in layer.tensors),
+                layer_dims(layer),
+                str(sizes.slots) if layer.tensors else NONE,
+                str(sizes.size_bytes),
+                str(sizes.state_bytes),
+            )
+        )
+    return rows
+
+
+def layer_dims(layer: LayerKV) -> str:
+    """The widths of a layer's tensors and the shapes of its states: `k 128, v 128, conv 8192×4`."""
+    tensors = (f"{tensor.name} {tensor.dim}" for tensor in layer.tensors)
+    states = (f"{state.name} {'×'.join(str(size) for size in state.shape)}" for state in layer.states)
+    return ", ".join((*tensors, *states)) or NONE
+
+
+FIELD_HEADINGS = ("field", "value", "from")
+
+
+def field_rows(answer: Answer) -> list[tuple[str, ...]]:
+    """Every field that was used, its value (shortened), and where it came from."""
+    return [(field.name, _short(field.value), field.origin) for field in answer.model.fields]
+
+
+CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
+
+
+def check_rows(rows: Sequence[CheckRow]) -> list[tuple[str, ...]]:
+    """Prediction beside measurement at each moment: layers (equal neighbours in one line), their sum, the storage."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        pairs = zip_longest(row.predicted_bytes, row.measured_bytes)
+        first = 0
+        for (predicted, measured), alike in groupby(pairs):
+            last = first + len(list(alike)) - 1
+            name = f"layer {first}" if last == first else f"layers {first}–{last}, each"
+            lines.append(_compared(row.tokens, name, predicted, measured))
+            first = last + 1
+        lines.append(_compared(row.tokens, "all layers", sum(row.predicted_bytes), sum(row.measured_bytes)))
+        lines.append(_compared(row.tokens, "storage", row.predicted_storage_bytes, row.measured_storage_bytes))
+    return lines
+
+
+def cache_type(found: Footprint) -> str:
+    """The cache's element type, or both when keys and values differ."""
+    return found.k_dtype if found.k_dtype == found.v_dtype else f"{found.k_dtype}/{found.v_dtype}"
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> list[str]:
+    """Text columns two spaces apart, numbers set to the right; never cut and never wrapped."""
+    widths = [max(len(line[at]) for line in (headings, *rows)) for at in range(len(headings))]
+    lines = []
+    for line in (headings, *rows):
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numbers, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _about(answer: Answer) -> str:
+    tp = f", tp {answer.tp}" if answer.tp > 1 else ""
+    return f"{answer.model.name}, {answer.runtime}, {answer.tokens} × {answer.batch}{tp}"
+
+
+def _of(text: Callable[[Footprint], str]) -> Callable[[Answer], str]:
+    return lambda answer: NONE if answer.footprint is None else text(answer.footprint)
+
+
+def _longest_context(answer: Answer) -> str:
+    if answer.budget is None:
+        return NONE
+    return "any" if answer.budget.max_tokens is None else str(answer.budget.max_tokens)
+
+
+def _largest_batch(answer: Answer) -> str:
+    if answer.budget is None or answer.budget.tokens is None:
+        return NONE
+    return "any" if answer.budget.max_batch is None else str(answer.budget.max_batch)
+
+
+def _fits(answer: Answer) -> str:
+    if answer.budget is None or answer.budget.fits is None:
+        return NONE
+    return "yes" if answer.budget.fits else "no"
+
+
+def _compared(tokens: int, what: str, predicted: int | None, measured: int | None) -> tuple[str, ...]:
+    verdict = "=" if predicted == measured else "≠"
+    return (
+        str(tokens),
+        what,
+        NONE if predicted is None else str(predicted),
+        NONE if measured is None else str(measured),
+        verdict,
+    )
+
+
+def _joined(values: Any) -> str:
+    distinct = dict.fromkeys(str(value) for value in values)
+    return "/".join(distinct) or NONE
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
