@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 # attributes that say how a cache layer works and hold nothing of the sequence
 _BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length"})
@@ -17,6 +18,29 @@ def make_dynamic_cache(model: Any) -> Any | None:
     if not model._supports_default_dynamic_cache():
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def crop_cache(cache: Any, tokens: int) -> bool:
+    """Cut the cache to its first `tokens` tokens; False, and nothing changed, when some layer cannot go back.
+
+    Every layer is cut by its own length, so one that a broken forward has left longer is mended.
+    """
+    layers: Sequence[Any] = getattr(cache, "layers", ())
+    if not layers or not all(_can_crop(layer) for layer in layers):
+        return False
+    for layer in layers:
+        excess = int(layer.get_seq_length()) - tokens if type(layer) is not DummyLayer else 0
+        if excess > 0:
+            layer.crop(-excess)
+    return True
+
+
+def _can_crop(layer: Any) -> bool:
+    """Exact classes: a subclass may keep more than its parent cuts."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        # what has left the window is gone
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return type(layer) in (DummyLayer, DynamicLayer, StaticLayer)
 
 
 def cache_bytes(cache: object) -> int:

@@ -18,17 +18,29 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from llminfer.engine.cache import cache_bytes, make_dynamic_cache
+from llminfer.engine.cache import cache_bytes, crop_cache, make_dynamic_cache
 
 # where models put what they cache: most under the first, some under names of their own
 _CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
 
 class Forward(Protocol):
-    """Feeds new ids to the model and keeps what the next call needs."""
+    """Feeds new ids to the model and keeps what the next call needs; any number of ids, at any call."""
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         """Logits after the newest id, shape [1, vocabulary]."""
+        ...
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ids fed so far, which need not be fed again."""
+        ...
+
+    def crop(self, tokens: int) -> bool:
+        """Forget all but the first `tokens` ids; False, and nothing changed, when the cache cannot be cut so.
+
+        This also mends a cache that a broken call has left half filled.
+        """
         ...
 
     @property
@@ -47,11 +59,17 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(model: Any, *, cached: bool) -> Forward:
-    """The forward for this model; `cached=False` gives the textbook loop."""
+def make_forward(model: Any, *, cached: bool = True, cache: Any = None, cached_ids: Sequence[int] = ()) -> Forward:
+    """The forward for this model; `cached=False` gives the textbook loop.
+
+    Args:
+        cache: what to go on from, in place of an empty cache of the default kind.
+        cached_ids: the ids that `cache` holds.
+    """
     if not cached:
         return UncachedForward(model)
-    return PlainForward(model) if prepares_by_default(model) else PreparedForward(model)
+    way = PlainForward if prepares_by_default(model) else PreparedForward
+    return way(model, cache=cache, cached_ids=cached_ids)
 
 
 def prepares_by_default(model: Any) -> bool:
@@ -71,51 +89,74 @@ def prepares_by_default(model: Any) -> bool:
 class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
-    __slots__ = ("_ids", "_keyword_arguments", "_model")
+    __slots__ = ("_keyword_arguments", "_model", "ids")
     kv_bytes = None
     cache = None
     notes: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._ids: Tensor | None = None
+        self.ids: list[int] = []
         self._keyword_arguments = _static_arguments(model, use_cache=False)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        self._ids = _append(self._ids, new_ids, self._model.device)
+        ids = _tensor([*self.ids, *new_ids], self._model.device)
         arguments = dict(self._keyword_arguments)
         if "position_ids" in forward_parameters(self._model):
-            arguments["position_ids"] = _positions(self._ids, 0)
-        return _last_logits(self._model(input_ids=self._ids, **arguments))
+            arguments["position_ids"] = _positions(ids, 0)
+        logits = _last_logits(self._model(input_ids=ids, **arguments))
+        self.ids.extend(new_ids)
+        return logits
+
+    def crop(self, tokens: int) -> bool:
+        del self.ids[tokens:]
+        return True
 
 
 class PlainForward:
     """Feeds the new ids and their positions; keys and values of the others come from the cache."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_keyword_arguments", "_length", "_model", "_uncached")
+    __slots__ = ("_accepts_positions", "_cache", "_ids", "_keyword_arguments", "_model", "_torn", "_uncached")
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
-        self._cache = make_dynamic_cache(model)
+        self._cache = make_dynamic_cache(model) if cache is None else cache
         self._keyword_arguments = _static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
-        self._length = 0
+        self._ids = list(cached_ids)
+        self._torn = False
         self._uncached: UncachedForward | None = None
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if self._uncached is not None:
             return self._uncached(new_ids)
-        ids = _append(None, new_ids, self._model.device)
+        ids = _tensor(new_ids, self._model.device)
         arguments = {**self._keyword_arguments, "cache": self._cache}
         if self._accepts_positions:
-            arguments["position_ids"] = _positions(ids, self._length)
+            arguments["position_ids"] = _positions(ids, len(self._ids))
+        self._torn = True
         outputs = self._model(input_ids=ids, **arguments)
-        if self._length == 0 and not cache_bytes(self._cache):
+        if not self._ids and not cache_bytes(self._cache):
             # the model took the cache and put nothing in: the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
             return self._uncached(new_ids)
-        self._length += len(new_ids)
+        self._torn = False
+        self._ids.extend(new_ids)
         return _last_logits(outputs)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._ids if self._uncached is None else self._uncached.ids
+
+    def crop(self, tokens: int) -> bool:
+        if self._uncached is not None:
+            return self._uncached.crop(tokens)
+        if tokens < len(self._ids) or self._torn:
+            if not crop_cache(self._cache, tokens):
+                return False
+            self._torn = False
+            del self._ids[tokens:]
+        return True
 
     @property
     def cache(self) -> Any:
@@ -133,32 +174,33 @@ class PlainForward:
 class PreparedForward:
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_cache", "_ids", "_kwargs", "_model", "_uncached")
+    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_torn", "_uncached")
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
-        self._ids: Tensor | None = None
-        self._cache: object | None = make_dynamic_cache(model)
-        self._kwargs: dict[str, Any] = {"use_cache": True}
-        if self._cache is not None:
-            self._kwargs["cache"] = self._cache
-        if "logits_to_keep" in forward_parameters(model):
-            self._kwargs["logits_to_keep"] = 1
+        self._accepts_positions = "position_ids" in forward_parameters(model)
+        self._ids = list(cached_ids)
+        self._cache: object | None = make_dynamic_cache(model) if cache is None else cache
+        self._kwargs = self._first_kwargs()
+        self._torn = False
         self._uncached: UncachedForward | None = None
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if self._uncached is not None:
             return self._uncached(new_ids)
-        first = self._ids is None
-        self._ids = _append(self._ids, new_ids, self._model.device)
-        if first and "position_ids" in forward_parameters(self._model):
-            self._kwargs["position_ids"] = self._model._prepare_position_ids_for_generation(self._ids, self._kwargs)
+        first = not self._ids
+        ids = _tensor([*self._ids, *new_ids], self._model.device)
+        # the model extends its own arguments by one token a step; for more they are made anew
+        if self._accepts_positions and (len(new_ids) > 1 or "position_ids" not in self._kwargs):
+            made_from = {name: value for name, value in self._kwargs.items() if name not in ("cache", "position_ids")}
+            self._kwargs["position_ids"] = self._model._prepare_position_ids_for_generation(ids, made_from)
         inputs = self._model.prepare_inputs_for_generation(
-            self._ids,
+            ids,
             next_sequence_length=None if first else len(new_ids),
-            is_first_iteration=first,
+            is_first_iteration=first or len(new_ids) > 1,
             **self._kwargs,
         )
+        self._torn = True
         outputs = self._model(**inputs, return_dict=True)
         self._cache = _returned_cache(outputs, self._cache)
         if first and (self._cache is None or not cache_bytes(self._cache)):
@@ -167,7 +209,32 @@ class PreparedForward:
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
+        self._torn = False
+        self._ids.extend(new_ids)
         return _last_logits(outputs)
+
+    def _first_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"use_cache": True}
+        if self._cache is not None:
+            kwargs["cache"] = self._cache
+        if "logits_to_keep" in forward_parameters(self._model):
+            kwargs["logits_to_keep"] = 1
+        return kwargs
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._ids if self._uncached is None else self._uncached.ids
+
+    def crop(self, tokens: int) -> bool:
+        if self._uncached is not None:
+            return self._uncached.crop(tokens)
+        if tokens < len(self._ids) or self._torn:
+            if not crop_cache(self._cache, tokens):
+                return False
+            self._torn = False
+            del self._ids[tokens:]
+            self._kwargs = self._first_kwargs()
+        return True
 
     @property
     def cache(self) -> Any:
@@ -194,10 +261,9 @@ def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in accepted} | {"return_dict": True}
 
 
-def _append(ids: Tensor | None, new_ids: Sequence[int], device: torch.device) -> Tensor:
-    """The ids with the new ones at their end, shape [1, tokens]."""
-    new = torch.tensor([new_ids], dtype=torch.long, device=device)
-    return new if ids is None else torch.cat([ids, new], dim=-1)
+def _tensor(ids: Sequence[int], device: torch.device) -> Tensor:
+    """The ids as a batch of one, shape [1, tokens]."""
+    return torch.tensor([ids], dtype=torch.long, device=device)
 
 
 def _positions(ids: Tensor, start: int) -> Tensor:

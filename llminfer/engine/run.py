@@ -134,8 +134,22 @@ def generate(
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
-    limit, limit_reason = _token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    started = Started(
+    limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
+    started = _started(loaded, prompt, params, stop, limit, cache, tokenize_s, sampling_notes)
+    return _events(loaded, prompt, started, limit, clock, _make_forward(loaded, cache))
+
+
+def _started(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    params: SamplingParams,
+    stop: StopCriteria,
+    limit: tuple[int, FinishReason],
+    cache: str,
+    tokenize_s: float,
+    notes: tuple[str, ...],
+) -> Started:
+    return Started(
         model=loaded.name,
         device=str(loaded.device),
         device_name=device_name(loaded.device),
@@ -150,11 +164,10 @@ def generate(
         context_limit=loaded.context_limit,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
-        kv_at_limit=_predict(loaded, len(prompt.ids) + limit - 1, cache),
+        kv_at_limit=predict(loaded, len(prompt.ids) + limit[0] - 1, cache),
         kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
-        notes=(*loaded.notes, *sampling_notes, *prompt.notes),
+        notes=(*loaded.notes, *notes, *prompt.notes),
     )
-    return _events(loaded, prompt, started, (limit, limit_reason), clock, _make_forward(loaded, cache))
 
 
 def _events(
@@ -166,17 +179,7 @@ def _events(
     forward: Forward,
 ) -> Generator[Event, None, None]:
     yield started
-    output = Output(
-        detokenizer=make_detokenizer(loaded.tokenizer),
-        matcher=StopMatcher(started.stop.stop),
-        eos_ids=frozenset() if started.stop.ignore_eos else loaded.eos_ids,
-        max_new_tokens=limit[0],
-        limit_reason=limit[1],
-        token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
-    )
-    if started.stop.max_time_s is not None:
-        max_time_s = started.stop.max_time_s
-        output.out_of_time = lambda: clock.elapsed() >= max_time_s
+    output = make_output(loaded, started.stop, limit, clock)
     finished = yield from decode(
         forward,
         make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
@@ -187,7 +190,21 @@ def _events(
     yield replace(
         finished,
         error=_explain(finished.error, output.count, loaded, started) if finished.error else None,
-        kv=_predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
+        kv=predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
+    )
+
+
+def make_output(loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, FinishReason], clock: Clock) -> Output:
+    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time."""
+    max_time_s = stop.max_time_s
+    return Output(
+        detokenizer=make_detokenizer(loaded.tokenizer),
+        matcher=StopMatcher(stop.stop),
+        eos_ids=frozenset() if stop.ignore_eos else loaded.eos_ids,
+        max_new_tokens=limit[0],
+        limit_reason=limit[1],
+        token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
+        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() >= max_time_s),
     )
 
 
@@ -205,7 +222,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
     return f" {text}" if token and token.startswith("▁") and not text.startswith(" ") else text
 
 
-def _token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -> tuple[int, FinishReason]:
+def token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -> tuple[int, FinishReason]:
     """The most tokens to generate, and why no more.
 
     A model with a context of C is fed C tokens at most; the last one generated is not fed again,
@@ -221,7 +238,7 @@ def _token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -
     return (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
 
 
-def _predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
+def predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
     if loaded.kv is None or cache == "none":
         return None
     return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
@@ -253,7 +270,7 @@ def _reason(error: Exception) -> str:
 
 def _out_of_memory(step: int, loaded: LoadedModel, started: Started) -> OutOfMemory:
     tokens = len(started.prompt_ids) + step
-    now, limit = _predict(loaded, tokens, started.cache), started.kv_at_limit
+    now, limit = predict(loaded, tokens, started.cache), started.kv_at_limit
     kv = ""
     if now is not None and limit is not None:
         kv = f", whose KV cache takes {format_bytes(now.total_bytes)}"
