@@ -5,8 +5,7 @@ The sweep over all architectures and the script that writes `docs/parity.md` sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from llminfer.events import Finished, Step
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import ModelKV
 from llminfer.params import SamplingParams
-from tests.tiny_models import VOCABULARY
+from tests.tiny_models import VOCABULARY, WINDOW
 
 SHORT, LONG = 5, 13  # tokens of a prompt inside the tiny models' window, and of one beyond it
 NEW_TOKENS = 6  # enough for the short prompt to leave the window while decoding
@@ -31,6 +30,47 @@ SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=7)
 ROUNDING = 1e-4
 # prompts of a batch and how much each may generate: two start together, the third takes the place of the first
 BATCH_LENGTHS, BATCH_LIMITS, BATCH_SIZE = (SHORT, LONG, 3), (3, NEW_TOKENS, 5), 2
+# types that transformers cannot run alone, or cannot run as language models
+CANNOT_RUN = {
+    "gemma3n": "its vision tower needs timm and Pillow; its language model is gemma3n_text",
+    "gemma4_assistant": "a drafter that reads the cache of the model it drafts for",
+    "gemma4_unified_assistant": "a drafter that reads the cache of the model it drafts for",
+    "musicgen": "writes sound, four codes a step, and AutoModelForCausalLM cannot build it from its config",
+    "musicgen_melody": "writes sound, four codes a step, and AutoModelForCausalLM cannot build it from its config",
+}
+_BY_CACHE_LENGTH = "takes its positions from the length of the cache, which is one number for all rows"
+_INDEXED = "its indexer's cache has no way to hide padding"
+# types whose rows are not decoded together, and why
+ONE_AFTER_ANOTHER = {
+    **dict.fromkeys(
+        (
+            "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "moss_transcribe_diarize",
+            "mvp", "pegasus", "plbart", "prophetnet", "roformer", "trocr", "whisper",
+        ),
+        _BY_CACHE_LENGTH,
+    ),
+    **dict.fromkeys(
+        (
+            "axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp",
+            "qwen4_exp_text",
+        ),
+        _INDEXED,
+    ),
+    "blt": "wraps the cache in one of its own, with patches of different lengths",
+    "cpmant": "puts a learned prefix before every prompt, and is fed the whole sequence at every step",
+    "deepseek_v4": "its compressed entries stand for groups of tokens that padding would shift",
+    "git": "reserves places for an image in the mask, even without one",
+    "minimax": "keeps its states in a cache class of its own",
+    "openai-gpt": "returns no cache",
+    "recurrent_gemma": "keeps its states in its modules, for one sequence at a time",
+    "reformer": "keeps buckets in a cache class of its own",
+    "rwkv": "keeps its state under a name of its own",
+    "xlm": "puts a mask token behind the newest one",
+    "xlnet": "keeps memories under a name of its own",
+    "xlstm": "keeps its state in a cache class of its own",
+}  # fmt: skip
+# its buckets change type when decoding passes the chunk's length, so a short prompt stays within it
+_NO_CROSSING = frozenset({"reformer"})
 
 
 class NoText:
@@ -41,6 +81,29 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+
+def new_tokens(model_type: str) -> tuple[int, int]:
+    """Tokens to generate from the short prompt and from the long one."""
+    return (WINDOW - SHORT if model_type in _NO_CROSSING else NEW_TOKENS), NEW_TOKENS // 2
+
+
+def prepare_for_comparison(model: Any) -> None:
+    """Let Reformer draw its hashes from a generator of their own.
+
+    `generate()` samples from the generator that the hashes are drawn from, so its tokens depend on
+    how many numbers they took.
+    """
+    if model.config.model_type != "reformer":
+        return
+    saved: list[torch.Tensor] = []
+
+    def before(*_: Any) -> None:
+        saved.append(torch.get_rng_state())
+        torch.manual_seed(0)
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(lambda *_: torch.set_rng_state(saved.pop()))
 
 
 def output_of(limit: int) -> Output:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llminfer.engine.cache import cache_bytes
+from llminfer.engine.cache import cache_bytes, stateful_modules
 from llminfer.engine.clock import Clock
 from llminfer.engine.forward import forward_parameters, make_forward, prepares_by_default
-from llminfer.engine.joined_cache import JoinedCache, can_join
+from llminfer.engine.joined_cache import JoinedCache, can_join, has_tokens
 from llminfer.engine.sampler import Sampler
 from llminfer.engine.stop import Output
 from llminfer.events import Finished, FinishReason, Step
@@ -44,6 +44,11 @@ class BatchLoad:
     tokens: int
     kv_bytes: int
 
+
+# types whose attention knows distances only, so that padding on the left moves nothing
+_DISTANCES_ONLY = frozenset({"bloom", "mpt"})
+# types that put places of their own before the mask they are given: GIT those of an image, even without one
+_OWN_MASKS = frozenset({"git"})
 
 BatchEvent = tuple[int, Step | Finished] | BatchLoad
 
@@ -114,13 +119,22 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
         if (yield from _draw(row, logits, clock, output_s, forward_s)):
             going.append(row)
     cache = forward.cache
-    if going and not can_join(cache):
+    if going and not (can_join(cache, len(starting[0].prompt_ids)) and _knows_places(model, cache)):
         for row in going:
             yield from _alone(model, row, forward if len(starting) == 1 else None, clock)
         return
     if going:
         batch.joined.join(cache, len(starting[0].prompt_ids), copies=len(going))
         batch.active.extend(going)
+
+
+def _knows_places(model: Any, cache: Any) -> bool:
+    """Whether the model can be told where each row is, which the joined cache's own length does not say."""
+    if stateful_modules(model) or model.config.model_type in _OWN_MASKS:
+        return False
+    if "position_ids" in forward_parameters(model) or model.config.model_type in _DISTANCES_ONLY:
+        return True
+    return not has_tokens(cache)
 
 
 def _alone(model: Any, row: Row, forward: Any, clock: Clock) -> Iterator[BatchEvent]:

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from llminfer.engine.cache import cache_bytes, crop_cache, make_dynamic_cache
+from llminfer.engine.cache import (
+    cache_bytes,
+    crop_cache,
+    forget_states,
+    make_dynamic_cache,
+    module_states,
+    stateful_modules,
+)
 
 # where models put what they cache: most under the first, some under names of their own
 _CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
@@ -116,7 +123,16 @@ class UncachedForward:
 class PlainForward:
     """Feeds the new ids and their positions; keys and values of the others come from the cache."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_keyword_arguments", "_model", "_torn", "_uncached")
+    __slots__ = (
+        "_accepts_positions",
+        "_cache",
+        "_ids",
+        "_keyword_arguments",
+        "_model",
+        "_stateful",
+        "_torn",
+        "_uncached",
+    )
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
@@ -126,6 +142,9 @@ class PlainForward:
         self._ids = list(cached_ids)
         self._torn = False
         self._uncached: UncachedForward | None = None
+        self._stateful = stateful_modules(model)
+        if not cached_ids:
+            forget_states(self._stateful)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if self._uncached is not None:
@@ -136,6 +155,8 @@ class PlainForward:
             arguments["position_ids"] = _positions(ids, len(self._ids))
         self._torn = True
         outputs = self._model(input_ids=ids, **arguments)
+        # most give back the cache they were given; BLT puts it into a larger one
+        self._cache = _returned_cache(outputs, self._cache)
         if not self._ids and not cache_bytes(self._cache):
             # the model took the cache and put nothing in: the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
@@ -152,7 +173,7 @@ class PlainForward:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
         if tokens < len(self._ids) or self._torn:
-            if not crop_cache(self._cache, tokens):
+            if self._stateful or not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
             del self._ids[tokens:]
@@ -164,7 +185,7 @@ class PlainForward:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes(self.cache)
+        return None if self.cache is None else cache_bytes([self.cache, module_states(self._stateful)])
 
     @property
     def notes(self) -> tuple[str, ...]:
