@@ -135,11 +135,11 @@ def generate(
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    started = _started(loaded, prompt, params, stop, limit, cache, tokenize_s, sampling_notes)
+    started = make_started(loaded, prompt, params, stop, limit, cache, tokenize_s, sampling_notes)
     return _events(loaded, prompt, started, limit, clock, _make_forward(loaded, cache))
 
 
-def _started(
+def make_started(
     loaded: LoadedModel,
     prompt: Prompt,
     params: SamplingParams,
@@ -149,6 +149,7 @@ def _started(
     tokenize_s: float,
     notes: tuple[str, ...],
 ) -> Started:
+    """The record of what is about to run, with the cache it may come to hold."""
     return Started(
         model=loaded.name,
         device=str(loaded.device),
@@ -189,13 +190,18 @@ def _events(
     )
     yield replace(
         finished,
-        error=_explain(finished.error, output.count, loaded, started) if finished.error else None,
+        error=explain(finished.error, output.count, loaded, started) if finished.error else None,
         kv=predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
     )
 
 
-def make_output(loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, FinishReason], clock: Clock) -> Output:
-    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time."""
+def make_output(
+    loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, FinishReason], clock: Clock, began_s: float = 0.0
+) -> Output:
+    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time.
+
+    `began_s` is when the run began on the clock.
+    """
     max_time_s = stop.max_time_s
     return Output(
         detokenizer=make_detokenizer(loaded.tokenizer),
@@ -204,7 +210,7 @@ def make_output(loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, Finis
         max_new_tokens=limit[0],
         limit_reason=limit[1],
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
-        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() >= max_time_s),
+        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
     )
 
 
@@ -239,12 +245,13 @@ def token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) ->
 
 
 def predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
+    """The predicted cache of so many tokens, None when it cannot be predicted or none is kept."""
     if loaded.kv is None or cache == "none":
         return None
     return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
 
 
-def _explain(error: Exception, step: int, loaded: LoadedModel, started: Started) -> LlminferError:
+def explain(error: Exception, step: int, loaded: LoadedModel, started: Started) -> LlminferError:
     """What broke, at which step, in one line, with what to try; what it was made from is its cause."""
     if isinstance(error, NonFiniteLogits):
         explained: LlminferError = NonFiniteLogits(

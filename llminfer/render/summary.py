@@ -91,6 +91,7 @@ def _stop_text(started: Started, finished: Finished, tokens: int) -> str:
         "eos": f"eos, id {finished.detail}",
         "stop": f"stop, {finished.detail!r}",
         "length": f"length, the limit of {started.stop.max_new_tokens} tokens",
+        "time": f"time, the limit of {started.stop.max_time_s} s",
         "context": f"context, the model's limit of {started.context_limit} tokens",
     }
     return f"{details.get(finished.reason, finished.reason)}, after {tokens} token{'s' if tokens != 1 else ''}"
@@ -99,7 +100,7 @@ def _stop_text(started: Started, finished: Finished, tokens: int) -> str:
 def _sampler_parts(sampling: SamplingParams) -> Iterator[str]:
     if sampling.greedy:
         yield f"greedy, temperature 0 ({sampling.origins.get('temperature', 'default')})"
-    unused = {"top_k", "top_p", "min_p", "temperature", "seed"} if sampling.greedy else set()
+    unused = {"top_k", "top_p", "min_p", "typical_p", "temperature", "seed"} if sampling.greedy else set()
     for name in SAMPLING_RANGES:
         origin = sampling.origins.get(name, "default")
         if name not in unused and (origin != "default" or name == "temperature"):
