@@ -47,8 +47,9 @@ class BatchLoad:
 
 # types whose attention knows distances only, so that padding on the left moves nothing
 _DISTANCES_ONLY = frozenset({"bloom", "mpt"})
-# types that put places of their own before the mask they are given: GIT those of an image, even without one
-_OWN_MASKS = frozenset({"git"})
+# types that count places their own way whatever they are told: GIT puts those of an image before the
+# mask, even without one, and the Kosmos types take theirs from the length of the cache
+_OWN_PLACES = frozenset({"git", "kosmos-2", "kosmos-2.5"})
 
 BatchEvent = tuple[int, Step | Finished] | BatchLoad
 
@@ -130,7 +131,7 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
 
 def _knows_places(model: Any, cache: Any) -> bool:
     """Whether the model can be told where each row is, which the joined cache's own length does not say."""
-    if stateful_modules(model) or model.config.model_type in _OWN_MASKS:
+    if stateful_modules(model) or model.config.model_type in _OWN_PLACES:
         return False
     if "position_ids" in forward_parameters(model) or model.config.model_type in _DISTANCES_ONLY:
         return True
@@ -201,6 +202,9 @@ def _forward(model: Any, active: Sequence[Row], joined: JoinedCache) -> Tensor:
         inputs = model.prepare_inputs_for_generation(
             padded, next_sequence_length=1, is_first_iteration=False, **arguments
         )
+        if inputs.get("position_ids", positions) is None:
+            # some unset them in favour of the cache's length, which is one number for all rows
+            inputs["position_ids"] = positions
     logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
     return logits
 

@@ -43,7 +43,10 @@ def can_join(cache: Any, tokens: int) -> bool:
     if type(cache) is not DynamicCache or not cache.layers:
         return False
     return all(type(layer) in _JOINABLE for layer in cache.layers) and all(
-        layer.get_seq_length() == tokens for layer in cache.layers if type(layer) in (*_GROWING, *_SLIDING)
+        layer.get_seq_length() == tokens
+        for layer in cache.layers
+        # a layer for an image that is not there stays empty
+        if type(layer) in (*_GROWING, *_SLIDING) and layer.is_initialized
     )
 
 
