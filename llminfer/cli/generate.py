@@ -465,7 +465,7 @@ def _find_folder(
     request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]
 ) -> tuple[str, Path]:
     """The model's name and its checkpoint folder."""
-    from llminfer.engine.reference import fetch_from_hub, find_reference
+    from llminfer.engine.reference import find_reference
 
     if model is None:
         from llminfer.engine import default_model
@@ -480,17 +480,29 @@ def _find_folder(
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
         with _timed("fetch", startup_s):
-            return model, fetch_from_hub(
-                reference,
-                allow_pickle=request.allow_pickle,
-                code=request.trust_remote_code,
-                progress=request.output.talks and sys.stderr.isatty(),
-            )
+            return model, _fetch(request, model, revision)
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":
         return reference.path.stem, _convert(reference.path, request.output, startup_s, None)
     return reference.path.resolve().name, reference.path
+
+
+def _fetch(request: _Request, model: str, revision: str | None) -> Path:
+    """The folder of a Hub model: its config first, so that what cannot run is refused before its weights come."""
+    from llminfer.engine.architecture import check_model_type
+    from llminfer.hub import fetch_checkpoint, fetch_config
+    from llminfer.kv.config import load_config
+
+    config = load_config(fetch_config(model, revision=revision))
+    check_model_type(config, model, trust_remote_code=request.trust_remote_code)
+    return fetch_checkpoint(
+        model,
+        revision=revision,
+        allow_pickle=request.allow_pickle,
+        code=request.trust_remote_code,
+        progress=request.output.talks and sys.stderr.isatty(),
+    )
 
 
 def _convert(
