@@ -23,8 +23,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "events": ("errors", "units", "params", "kv"),
     "engine": ("errors", "units", "hub", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
-    "cli": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
-    "__init__": ("errors", "units", "params", "kv", "events", "engine"),
+    "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
+    "cli": ("api", "errors", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
+    "__init__": ("api", "errors", "params", "events"),
     "__main__": ("cli",),
 }
 HEAVY = {"torch", "transformers", "numpy"}

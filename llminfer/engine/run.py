@@ -103,7 +103,7 @@ def generate(
     loaded: LoadedModel,
     text: str,
     *,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: SamplingParams | Mapping[str, Any] | None = None,
     bad_words: Sequence[str] = (),
     stop: StopCriteria | None = None,
     system: str | None = None,
@@ -113,7 +113,7 @@ def generate(
     """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
 
     Args:
-        sampling: values by name as in `SamplingParams`; those missing come from the model.
+        sampling: all values, or some by name; those missing come from the model.
         bad_words: texts that are never completed, besides the ids that `sampling` names.
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
@@ -127,6 +127,8 @@ def generate(
     if cache not in CACHES:
         raise UsageError(f"unknown cache {cache!r}", hint=f"one of {', '.join(CACHES)}")
     stop = stop or StopCriteria()
+    if isinstance(sampling, SamplingParams):
+        sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
     flags = dict(sampling or {})
     if bad_words:
         flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
