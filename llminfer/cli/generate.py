@@ -7,22 +7,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import CACHES, DEVICE, DTYPES, SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.cli.prompts import ManyPrompts
+from llminfer.errors import InvalidParams, LlminferError, ModelNotAvailable, UsageError
+from llminfer.kv.quantizers import quantizer
+from llminfer.params import (
+    DEFAULT_KV_BITS,
+    DEVICE,
+    DTYPES,
+    MAX_BIAS,
+    SAMPLING_RANGES,
+    CacheOptions,
+    SamplingParams,
+    StopCriteria,
+    check_range,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from llminfer.engine.load import LoadedModel
-    from llminfer.events import Event, Trace
+    from llminfer.events import Event, Finished, Step, Trace
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -79,6 +91,31 @@ def generate(
             "--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."
         ),
     ] = None,
+    typical_p: Annotated[
+        float | None,
+        typer.Option("--typical-p", metavar="P", help="Keep tokens of typical surprise that reach probability P."),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option("--presence-penalty", metavar="X", help="Subtract X from the logits of tokens in the output."),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option("--frequency-penalty", metavar="X", help="Subtract X for every time a token is in the output."),
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=X", help="Add X to the logit of a token id. Repeatable."),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option("--bad-words", metavar="TEXT", help="Never complete this text. Repeatable.")
+    ] = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option("--min-new-tokens", metavar="N", help="No EOS before N tokens.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", metavar="K", help="The K most likely tokens of each step, in --json.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Seed of the draws; without it a random one, reported.")
     ] = None,
@@ -86,13 +123,55 @@ def generate(
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")] = False,
+    max_time: Annotated[
+        float | None, typer.Option("--max-time", metavar="SECONDS", help="End after the token at which time is up.")
+    ] = None,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", metavar="K", help="K samples of one prompt, with the seeds N, N + 1, ...")
+    ] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Many prompts: a text line each, or JSON objects in .jsonl."),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="B", help="Prompts that decode together, with --prompts.")
+    ] = 8,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Results of --prompts; standard output without it."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted --output; nothing is done twice.")
+    ] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="The prompt before the text.")] = False,
+    print_token_ids: Annotated[
+        bool, typer.Option("--print-token-ids", help="Token ids, one a line, in place of the text.")
+    ] = False,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
     ] = "auto",
     cache: Annotated[
-        str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
+        str,
+        typer.Option(
+            "--cache", metavar="CACHE", help="dynamic, static, quantized; none is the textbook loop without a cache."
+        ),
     ] = "dynamic",
+    kv_bits: Annotated[
+        int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
+    ] = None,
+    kv_window: Annotated[
+        int | None,
+        typer.Option("--kv-window", metavar="N", help="Keep the first 4 and the newest N − 4 tokens, and no others."),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option("--prefill-chunk", metavar="N", help="Feed the prompt N tokens at a time; 2048 where that works."),
+    ] = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option("--prompt-cache", metavar="FILE", help="Reuse the tokens in this file, and save the cache there."),
+    ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
     json_output: Annotated[
@@ -115,30 +194,47 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
+        "typical_p": typical_p,
         "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "min_new_tokens": min_new_tokens,
+        "logprobs": logprobs,
         "seed": seed,
     }
+    caching = {"bits": kv_bits, "window": kv_window, "prefill_chunk": prefill_chunk, "file": prompt_cache}
+    many = ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume)
     request = _Request(
         flags=flags,
         system=system,
         raw=raw,
-        cache=cache,
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
-        output=_Output(steps=steps, quiet=quiet, json=json_output),
+        output=_Output(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
+        bad_words=tuple(bad_words or ()),
+        num_samples=num_samples,
+        many=many,
     )
     try:
         check_flags(flags, max_new_tokens)
         _check_choices(request)
+        request = replace(request, caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)))
+        _check_caching(request)
+        biases = parse_logit_bias(logit_bias or [])
         request = replace(
             request,
-            stop=StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos),
-            text=read_prompt(prompt, prompt_file),
+            flags={**flags, "logit_bias": biases or None},
+            stop=StopCriteria(
+                max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
+            ),
         )
-        return _run(request, model, revision, debug=debug)
+        if many.file is not None:
+            many.check(given_prompt=prompt is not None or prompt_file is not None)
+            return _run_many(request, model, revision)
+        return _run(replace(request, text=read_prompt(prompt, prompt_file)), model, revision, debug=debug)
     except LlminferError as error:
         if json_output and not debug:
             from llminfer.render.document import error_document, to_json
@@ -152,6 +248,8 @@ class _Output:
     steps: bool
     quiet: bool
     json: bool
+    echo: bool
+    token_ids: bool
 
     @property
     def talks(self) -> bool:
@@ -161,16 +259,19 @@ class _Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    flags: Mapping[str, float | None]
+    flags: Mapping[str, Any]
     system: str | None
     raw: bool
-    cache: str
     device: str
     dtype: str
     tokenizer: Path | None
     allow_pickle: bool
     trust_remote_code: bool
     output: _Output
+    bad_words: tuple[str, ...]
+    num_samples: int
+    many: ManyPrompts
+    caching: CacheOptions = field(default_factory=CacheOptions)
     stop: StopCriteria = field(default_factory=StopCriteria)
     text: str = ""
 
@@ -189,18 +290,67 @@ def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
     check_range("--max-new-tokens", max_new_tokens, 1, math.inf)
 
 
+def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
+    """Token ids and what to add to their logits, from `ID=X`.
+
+    Raises:
+        InvalidParams: for a text of another form, or a number that is not finite.
+    """
+    biases = {}
+    for text in texts:
+        token_id, _, bias = text.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise InvalidParams(f"--logit-bias {text} is not ID=X", hint="write it like --logit-bias 42=-100") from None
+        check_range("--logit-bias", biases[int(token_id)], -MAX_BIAS, MAX_BIAS)
+        check_range("the id of --logit-bias", int(token_id), 0, math.inf)
+    return biases
+
+
 def _check_choices(request: _Request) -> None:
     choices = {
         "--dtype": (request.dtype, DTYPES),
-        "--cache": (request.cache, CACHES),
     }
     if not DEVICE.fullmatch(request.device):
         raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
     for flag, (value, known) in choices.items():
         if value not in known:
             raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
-    if request.output.json and request.output.steps:
-        raise UsageError("--json holds all steps already", hint="drop --steps")
+    output = request.output
+    check_range("--num-samples", request.num_samples, 1, 1024)
+    contradictions = {
+        "--json and --steps": output.json and output.steps,
+        "--json and --echo": output.json and output.echo,
+        "--json and --print-token-ids": output.json and output.token_ids,
+        "--echo and --print-token-ids": output.echo and output.token_ids,
+        "--logprobs without --json": bool(request.flags.get("logprobs")) and not output.json,
+        "--num-samples and --steps": request.num_samples > 1 and output.steps,
+        "--prompts and --num-samples": request.many.file is not None and request.num_samples > 1,
+        "--prompts and --steps": request.many.file is not None and output.steps,
+        "--output without --prompts": request.many.output is not None and request.many.file is None,
+        "--resume without --output": request.many.resume and request.many.output is None,
+    }
+    for what, present in contradictions.items():
+        if present:
+            raise UsageError(f"{what}: these do not go together", hint="drop one of them, or add what is missing")
+
+
+def _check_caching(request: _Request) -> None:
+    """Several sequences share one dynamic cache: all that is said about another one is for a single run."""
+    caching = request.caching
+    if caching.kind == "quantized":
+        quantizer(caching.bits or DEFAULT_KV_BITS)
+    asked = {
+        f"--cache {caching.kind}": caching.kind != "dynamic",
+        "--kv-window": caching.window is not None,
+        "--prefill-chunk": caching.prefill_chunk is not None,
+        "--prompt-cache": caching.file is not None,
+    }
+    several = {"--prompts": request.many.file is not None, "--num-samples": request.num_samples > 1}
+    for flag in (name for name, given in several.items() if given):
+        for option in (name for name, given in asked.items() if given):
+            raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -249,19 +399,87 @@ def _encodable(text: str) -> bool:
 def _run(request: _Request, model: str | None, revision: str | None, *, debug: bool) -> int:
     startup_s: dict[str, float] = {}
     loaded = _load(request, model, revision, startup_s)
+    if request.num_samples > 1:
+        return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
 
     events = generate_events(
         loaded,
         request.text,
         sampling=request.flags,
+        bad_words=request.bad_words,
         stop=request.stop,
         system=request.system,
         raw=request.raw,
-        cache=request.cache,
+        cache=request.caching,
     )
+    if request.output.echo:
+        _write_text(request.text)
     trace = _stream(events, request.output)
     return _finish(trace, request.output, startup_s, debug=debug)
+
+
+def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
+    """Several samples of one prompt: each text on lines of its own, or all in one document."""
+    from llminfer.engine.many import BatchPeak, run_samples
+    from llminfer.render.document import samples_document, to_json
+
+    peak = BatchPeak()
+    traces = run_samples(
+        loaded,
+        request.text,
+        request.num_samples,
+        sampling=request.flags,
+        bad_words=request.bad_words,
+        stop=request.stop,
+        system=request.system,
+        raw=request.raw,
+        peak=peak,
+    )
+    if request.output.json:
+        print(to_json(samples_document(traces, startup_s, asdict(peak))))
+    for number, trace in enumerate(traces if not request.output.json else ()):
+        if request.output.talks and trace.started is not None and trace.finished is not None:
+            seed, reason = trace.started.sampling.seed, trace.finished.reason
+            print(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}", file=sys.stderr, flush=True)
+        shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
+        _write_text((request.text if request.output.echo else "") + shown + "\n")
+    if request.output.talks:
+        predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
+        print(
+            f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}",
+            file=sys.stderr,
+        )
+    reasons = [trace.finished.reason for trace in traces if trace.finished is not None]
+    return _INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
+
+
+def _run_many(request: _Request, model: str | None, revision: str | None) -> int:
+    from llminfer.cli.prompts import write_results
+    from llminfer.engine.many import BatchPeak, run_jobs
+
+    jobs = request.many.jobs(request.stop)
+    if not jobs:
+        if request.output.talks:
+            print(f"nothing to do: {request.many.output} has every line", file=sys.stderr)
+        return 0
+    startup_s: dict[str, float] = {}
+    loaded = _load(request, model, revision, startup_s)
+    peak = BatchPeak()
+    results = run_jobs(
+        loaded,
+        jobs,
+        sampling=request.flags,
+        bad_words=request.bad_words,
+        system=request.system,
+        raw=request.raw,
+        batch_size=request.many.batch_size,
+        peak=peak,
+    )
+    with _interrupts() as interrupt:
+        interrupt.may_wait = True
+        lines = [job.line for job in jobs]
+        return write_results(results, lines, request.many, interrupt, talks=request.output.talks)
 
 
 def _load(request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]) -> LoadedModel:
@@ -285,6 +503,7 @@ def _load(request: _Request, model: str | None, revision: str | None, startup_s:
                 device=request.device,
                 dtype=request.dtype,
                 trust_remote_code=request.trust_remote_code,
+                cache=request.caching,
             )
 
 
@@ -292,7 +511,7 @@ def _find_folder(
     request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]
 ) -> tuple[str, Path]:
     """The model's name and its checkpoint folder."""
-    from llminfer.engine.reference import fetch_from_hub, find_reference
+    from llminfer.engine.reference import find_reference
 
     if model is None:
         from llminfer.engine import default_model
@@ -307,17 +526,29 @@ def _find_folder(
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
         with _timed("fetch", startup_s):
-            return model, fetch_from_hub(
-                reference,
-                allow_pickle=request.allow_pickle,
-                code=request.trust_remote_code,
-                progress=request.output.talks and sys.stderr.isatty(),
-            )
+            return model, _fetch(request, model, revision)
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":
         return reference.path.stem, _convert(reference.path, request.output, startup_s, None)
     return reference.path.resolve().name, reference.path
+
+
+def _fetch(request: _Request, model: str, revision: str | None) -> Path:
+    """The folder of a Hub model: its config first, so that what cannot run is refused before its weights come."""
+    from llminfer.engine.architecture import check_model_type
+    from llminfer.hub import fetch_checkpoint, fetch_config
+    from llminfer.kv.config import load_config
+
+    config = load_config(fetch_config(model, revision=revision))
+    check_model_type(config, model, trust_remote_code=request.trust_remote_code)
+    return fetch_checkpoint(
+        model,
+        revision=revision,
+        allow_pickle=request.allow_pickle,
+        code=request.trust_remote_code,
+        progress=request.output.talks and sys.stderr.isatty(),
+    )
 
 
 def _convert(
@@ -351,7 +582,7 @@ def _stream(events: Generator[Event, None, None], output: _Output) -> Trace:
             if isinstance(event, Started) and output.talks:
                 print(started_line(event), file=sys.stderr, flush=True)
             if isinstance(event, Step | Finished) and not output.json:
-                _write_text(event.text)
+                _write_text(event.text if not output.token_ids else _id_line(event))
             interrupt.may_wait = isinstance(event, Step)
             if isinstance(event, Finished):
                 break
@@ -359,6 +590,11 @@ def _stream(events: Generator[Event, None, None], output: _Output) -> Trace:
     if not output.json and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         _write_text("\n")
     return trace
+
+
+def _id_line(event: Step | Finished) -> str:
+    token_id = getattr(event, "token_id", None)
+    return "" if token_id is None else f"{token_id}\n"
 
 
 def _write_text(text: str) -> None:

@@ -6,7 +6,6 @@ empty cache, or None for a model that makes its own; `predict` is the size that 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from llminfer.engine.window_cache import WindowCache
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.quantizers import quantizer
 from llminfer.kv.runtimes.transformers_quantized import GROUP_ELEMENTS, waiting_tokens
 from llminfer.params import DEFAULT_KV_BITS, CacheOptions
 
@@ -124,40 +124,6 @@ def piece_sizes(tokens: int, chunk: int | None) -> tuple[int, ...]:
     """Tokens of each forward when a prompt is fed in chunks; one forward without."""
     size = chunk or max(tokens, 1)
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))
-
-
-def quantizer(bits: int) -> tuple[str, int]:
-    """The library that quantizes to so many bits and is installed, and the axis it groups along.
-
-    Raises:
-        UsageError: when none is, with the command that installs one.
-    """
-    rows = _QUANTIZERS[bits]
-    for name, package, axis in rows:
-        if importlib.util.find_spec(package.partition(".")[0]) is not None and _has(package):
-            return name, axis
-    wanted = " or ".join(_PACKAGES[name] for name, _, _ in rows)
-    raise UsageError(
-        f"--cache quantized with {bits} bits needs {wanted}, not installed",
-        hint=f"pip install {_PACKAGES[rows[0][0]]}",
-    )
-
-
-# bits: (transformers' name of the library, its module, the axis of its groups), the preferred one first.
-# Along axis 0 HQQ packs any number of groups; 8 bits need no packing, so that groups can stay within a token.
-_QUANTIZERS: Mapping[int, Sequence[tuple[str, str, int]]] = {
-    8: (("hqq", "hqq", 1),),
-    4: (("quanto", "optimum.quanto", 0), ("hqq", "hqq", 0)),
-    2: (("quanto", "optimum.quanto", 0), ("hqq", "hqq", 0)),
-}
-_PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _check_own_cache(what: str, candidate: Candidate) -> None:

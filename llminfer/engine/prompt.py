@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,36 @@ def encode_prompt(tokenizer: Any, text: str, *, system: str | None = None, raw: 
             or a prompt without any token.
     """
     chat = bool(tokenizer.chat_template) and not raw
-    if system is not None and not chat:
+    if chat:
+        messages = [{"role": "user", "content": text}]
+        return encode_messages(
+            tokenizer, messages if system is None else [{"role": "system", "content": system}, *messages]
+        )
+    if system is not None:
         reason = "--raw leaves the chat template out" if raw else "this model has no chat template"
         raise UsageError(f"a system message needs a chat template, and {reason}", hint="drop --system")
-    ids = _chat_ids(tokenizer, text, system) if chat else list(tokenizer(text)["input_ids"])
+    return _prompt(tokenizer, list(tokenizer(text)["input_ids"]))
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    """Encode a conversation through the chat template, ready for the assistant's turn.
+
+    Raises:
+        UsageError: without a template, or for one that refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise UsageError("messages need a chat template, and this model has none", hint="give the text as a prompt")
+    ids = _chat_ids(tokenizer, messages)
+    return _prompt(tokenizer, ids, notes=_forged(tokenizer, *(message["content"] for message in messages)))
+
+
+def _prompt(tokenizer: Any, ids: list[int], notes: tuple[str, ...] = ()) -> Prompt:
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     if not ids:
         raise UsageError("the prompt is empty", hint="give some text")
-    return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=_forged(tokenizer, text, system) if chat else ())
+    return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=notes)
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -64,17 +84,17 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, .
     return tuple(found)
 
 
-def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
+def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    system = any(message["role"] == "system" for message in messages)
     try:
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+        )
     except TemplateError as error:
-        culprit = "--system" if system is not None else "the prompt"
+        culprit = "--system" if system else "the prompt"
         raise UsageError(
             f"the model's chat template refused {culprit}: {error.message or type(error).__name__}",
-            hint="--raw leaves the template out" if system is None else "drop --system, or use --raw",
+            hint="--raw leaves the template out" if not system else "drop --system, or use --raw",
         ) from error
     except (TypeError, ValueError) as error:  # what a template's own expressions raise
         raise LlminferError(

@@ -106,7 +106,7 @@ def generate(
     loaded: LoadedModel,
     text: str,
     *,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: SamplingParams | Mapping[str, Any] | None = None,
     bad_words: Sequence[str] = (),
     stop: StopCriteria | None = None,
     system: str | None = None,
@@ -116,7 +116,7 @@ def generate(
     """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
 
     Args:
-        sampling: values by name as in `SamplingParams`; those missing come from the model.
+        sampling: all values, or some by name; those missing come from the model.
         bad_words: texts that are never completed, besides the ids that `sampling` names.
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
@@ -132,6 +132,8 @@ def generate(
     options = cache if isinstance(cache, CacheOptions) else CacheOptions(kind=cache)
     check_cache(options, loaded.model.config, loaded.name, known=type(loaded.model))
     stop = stop or StopCriteria()
+    if isinstance(sampling, SamplingParams):
+        sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
     flags = dict(sampling or {})
     if bad_words:
         flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
@@ -141,31 +143,34 @@ def generate(
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
     forward = _make_forward(loaded, options, len(prompt.ids) + limit[0] - 1, prompt.ids)
-    feeding = _Feeding(options=options, reused=len(forward.ids))
-    started = _started(loaded, prompt, params, stop, limit, feeding, tokenize_s, sampling_notes)
+    feeding = Feeding(options=options, reused=len(forward.ids))
+    started = make_started(loaded, prompt, params, stop, limit, feeding, tokenize_s, sampling_notes)
     return _events(loaded, prompt, started, limit, clock, forward, feeding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Feeding:
+class Feeding:
     """What a run keeps, and how many of its prompt's tokens it need not feed."""
 
     options: CacheOptions
-    reused: int
+    reused: int = 0
 
 
-def _started(
+def make_started(
     loaded: LoadedModel,
     prompt: Prompt,
     params: SamplingParams,
     stop: StopCriteria,
     limit: tuple[int, FinishReason],
-    feeding: _Feeding,
+    feeding: Feeding | str,
     tokenize_s: float,
     notes: tuple[str, ...],
 ) -> Started:
-    options, room = feeding.options, len(prompt.ids) + limit[0] - 1
-    at_limit = _fed(feeding, len(prompt.ids), limit[0] - 1, room)
+    """The record of what is about to run, with the cache it may come to hold."""
+    if isinstance(feeding, str):
+        feeding = Feeding(options=CacheOptions(kind=feeding))
+    options = feeding.options
+    at_limit = _fed(feeding, len(prompt.ids), limit, limit[0] - 1)
     return Started(
         model=loaded.name,
         device=str(loaded.device),
@@ -185,7 +190,7 @@ def _started(
         context_limit=loaded.context_limit,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
-        kv_at_limit=predict(loaded, options, at_limit),
+        kv_at_limit=_predict(loaded, options, at_limit),
         kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         notes=(*loaded.notes, *notes, *prompt.notes),
     )
@@ -198,7 +203,7 @@ def _events(
     limit: tuple[int, FinishReason],
     clock: Clock,
     forward: Forward,
-    feeding: _Feeding,
+    feeding: Feeding,
 ) -> Generator[Event, None, None]:
     yield started
     output = make_output(loaded, started.stop, limit, clock)
@@ -210,24 +215,31 @@ def _events(
         prompt_ids=prompt.ids[feeding.reused :],
         cached=feeding.reused,
     )
-    room = len(prompt.ids) + limit[0] - 1
-    fed = _fed(feeding, len(prompt.ids), max(output.count - 1, 0), room)
-    error = _explain(finished.error, fed, output.count, loaded, started, feeding.options) if finished.error else None
+    fed = _fed(feeding, len(prompt.ids), limit, max(output.count - 1, 0))
+    error = None
+    if finished.error:
+        now = _predict(loaded, feeding.options, replace(fed, steps=output.count))
+        error = explain(finished.error, output.count, loaded, started, now=now)
     if feeding.options.file is not None and error is None:
         try:
             save_prompt_cache(feeding.options.file, loaded, forward, feeding.options)
         except LlminferError as not_saved:
             error = not_saved
-    yield replace(finished, error=error, kv=predict(loaded, feeding.options, fed) if output.count else None)
+    yield replace(finished, error=error, kv=_predict(loaded, feeding.options, fed) if output.count else None)
 
 
-def _fed(feeding: _Feeding, prompt_tokens: int, steps: int, room: int) -> Fed:
+def _fed(feeding: Feeding, prompt_tokens: int, limit: tuple[int, FinishReason], steps: int) -> Fed:
     pieces = piece_sizes(prompt_tokens - feeding.reused, feeding.options.prefill_chunk)
-    return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=room)
+    return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=prompt_tokens + limit[0] - 1)
 
 
-def make_output(loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, FinishReason], clock: Clock) -> Output:
-    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time."""
+def make_output(
+    loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, FinishReason], clock: Clock, began_s: float = 0.0
+) -> Output:
+    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time.
+
+    `began_s` is when the run began on the clock.
+    """
     max_time_s = stop.max_time_s
     return Output(
         detokenizer=make_detokenizer(loaded.tokenizer),
@@ -236,7 +248,7 @@ def make_output(loaded: LoadedModel, stop: StopCriteria, limit: tuple[int, Finis
         max_new_tokens=limit[0],
         limit_reason=limit[1],
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
-        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() >= max_time_s),
+        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
     )
 
 
@@ -277,24 +289,33 @@ def token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) ->
     return (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
 
 
-def predict(loaded: LoadedModel, options: CacheOptions, fed: Fed) -> Footprint | None:
-    """The cache after what was fed, None where it cannot be told or none is kept."""
+def predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
+    """The predicted cache of so many tokens, None when it cannot be predicted or none is kept."""
+    return _predict(loaded, CacheOptions(kind=cache), Fed(prompt=(tokens,), steps=0, room=tokens))
+
+
+def _predict(loaded: LoadedModel, options: CacheOptions, fed: Fed) -> Footprint | None:
     if loaded.kv is None:
         return None
     return predict_cache(options, replace(loaded.kv, dtype=str(loaded.dtype).removeprefix("torch.")), fed)
 
 
-def _explain(
-    error: Exception, fed: Fed, step: int, loaded: LoadedModel, started: Started, options: CacheOptions
+def explain(
+    error: Exception, step: int, loaded: LoadedModel, started: Started, *, now: Footprint | None = None
 ) -> LlminferError:
-    """What broke, at which step, in one line, with what to try; what it was made from is its cause."""
+    """What broke, at which step, in one line, with what to try; what it was made from is its cause.
+
+    `now` is the cache that the step would have had, where it is no dynamic one.
+    """
     if isinstance(error, NonFiniteLogits):
         explained: LlminferError = NonFiniteLogits(
             f"{error.message} at step {step}, computing in {started.dtype}",
             hint="try --dtype float32" if started.dtype != "float32" else "the weights may be damaged",
         )
     elif is_out_of_memory(error):
-        explained = _out_of_memory(step, predict(loaded, options, replace(fed, steps=step)), started)
+        if now is None and started.cache == "dynamic":
+            now = predict(loaded, len(started.prompt_ids) + step, started.cache)
+        explained = _out_of_memory(step, now, started)
     elif isinstance(error, LlminferError):
         return error
     else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llminfer.errors import LlminferError
 from llminfer.events import Started, Step, Trace, percentile
-from llminfer.params import SAMPLING_RANGES
+from llminfer.jobs import BadLine, Job
+from llminfer.params import SAMPLER_FIELDS
 
 SCHEMA_VERSION = 1
 
@@ -51,6 +52,45 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
     return document
 
 
+def samples_document(
+    traces: Sequence[Trace], startup_s: Mapping[str, float], cache_peak: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Several samples of one prompt: what they share once, then each."""
+    documents = [run_document(trace, startup_s) for trace in traces]
+    own = ("text", "token_ids", "finish_reason", "finish_detail", "seed", "timing", "steps", "error")
+    shared = {name: value for name, value in documents[0].items() if name not in (*own, "kv_cache")}
+    samples = [
+        {"index": number, **{name: document[name] for name in own if name in document}}
+        for number, document in enumerate(documents)
+    ]
+    return {**shared, "kv_cache": {"kind": "dynamic", **cache_peak}, "samples": samples}
+
+
+def job_record(job: Job | BadLine, trace: Trace | None, error: LlminferError | None) -> dict[str, Any]:
+    """The result of one line of a file of prompts, as one line."""
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "id": job.id,
+        "line": job.line,
+        "digest": job.digest,
+    }
+    if trace is None or trace.started is None or trace.finished is None:
+        return {**record, "error": error_fields(error) if error else None}
+    document = run_document(trace, {})
+    kept = ("model", "text", "token_ids", "finish_reason", "finish_detail", "seed", "notes", "error")
+    timing = document["timing"]
+    return {
+        **record,
+        **{name: document[name] for name in kept if name in document},
+        "prompt_tokens": len(trace.started.prompt_ids),
+        "generated_tokens": len(trace.steps),
+        "predicted_kv_bytes": document["kv_cache"]["predicted_bytes"],
+        "timing": {name: timing[name] for name in ("tokenize_s", "prefill_s", "ttft_s", "decode_s", "tpot_s")},
+        "logprobs": [step.logprob for step in trace.steps],
+        "top_logprobs": [_alternatives(step) for step in trace.steps] if trace.started.sampling.logprobs else None,
+    }
+
+
 def error_document(error: LlminferError) -> dict[str, Any]:
     """The document of a run that failed before it began."""
     return {"schema_version": SCHEMA_VERSION, "error": error_fields(error)}
@@ -67,9 +107,12 @@ def to_json(document: Mapping[str, Any]) -> str:
 
 
 def _sampling(started: Started) -> dict[str, Any]:
+    values = {name: getattr(started.sampling, name) for name in SAMPLER_FIELDS}
+    values["logit_bias"] = {str(token_id): bias for token_id, bias in started.sampling.logit_bias.items()}
+    values["bad_words"] = [list(word) for word in started.sampling.bad_words]
     return {
-        name: {"value": getattr(started.sampling, name), "origin": started.sampling.origins.get(name, "default")}
-        for name in SAMPLING_RANGES
+        name: {"value": value, "origin": started.sampling.origins.get(name, "default")}
+        for name, value in values.items()
     }
 
 
@@ -99,6 +142,10 @@ def _kv_cache(trace: Trace, started: Started) -> dict[str, Any]:
     last = trace.steps[-1] if trace.steps else None
     return {
         "kind": started.cache,
+        "bits": started.kv_bits,
+        "window": started.kv_window,
+        "prefill_chunk": started.prefill_chunk,
+        "reused_tokens": started.reused_tokens,
         "cached_tokens": last.cached_tokens if last and last.kv_bytes is not None else None,
         "predicted_bytes": cached.total_bytes if cached else None,
         "measured_bytes": last.kv_bytes if last else None,
@@ -124,4 +171,9 @@ def _step(step: Step) -> dict[str, Any]:
         "at_s": step.at_s,
         "cached_tokens": step.cached_tokens,
         "kv_bytes": step.kv_bytes,
+        **({"top_logprobs": _alternatives(step)} if step.top_logprobs else {}),
     }
+
+
+def _alternatives(step: Step) -> list[dict[str, Any]]:
+    return [{"token_id": token_id, "logprob": logprob} for token_id, logprob in step.top_logprobs]

@@ -29,3 +29,15 @@ def progress_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[str, i
             progress.update(task, description=f"{title}: {stage}", completed=done, total=total or None)
 
         yield advance
+
+
+@contextmanager
+def count_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Give a function to call when one more is done; on a terminal a bar counts them."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description} {task.completed}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=make_console(sys.stderr), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda: progress.advance(task)
