@@ -29,6 +29,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -47,8 +49,14 @@ _IDS = "token_ids"
 _NEW_FILE = "delete the file to begin a new one"
 # exact classes: a subclass may keep more than is written here
 _GROWING = (DynamicLayer, DynamicSlidingWindowLayer, WindowLayer)
-_STATIC = (StaticLayer, StaticSlidingWindowLayer)
-_HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_STATIC_SLIDING = (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
+_STATIC = (StaticLayer, LinearAttentionAndStaticFullAttentionLayer, *_STATIC_SLIDING)
+_HYBRID = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+)
 _RECURRENT = (LinearAttentionLayer, *_HYBRID)
 _SAVED_LAYERS = frozenset({DummyLayer, *_GROWING, *_STATIC, *_RECURRENT})
 
@@ -205,7 +213,9 @@ def _saved_layers(saved: Any, layers: int) -> list[dict[str, Tensor]]:
     tensors: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     for name in saved.keys():  # noqa: SIM118 - a handle of the file, not a dict
         if name != _IDS:
-            _, index, part = name.split(".", maxsplit=2)
+            prefix, index, part = name.split(".", maxsplit=2)
+            if prefix != "layers" or not 0 <= int(index) < layers:
+                raise ValueError(f"it has a tensor {name[:40]!r}")
             tensors[int(index)][part] = saved.get_tensor(name)
     return tensors
 
@@ -267,7 +277,7 @@ def _fill(layer: Any, tensors: Mapping[str, Tensor], tokens: int) -> None:
         keys, values = (tensors[name][..., :tokens, :] for name in ("keys", "values"))
         if type(layer) in _STATIC:
             layer.update(keys, values)
-            if type(layer) is StaticSlidingWindowLayer:
+            if type(layer) in _STATIC_SLIDING:
                 layer.cumulative_length_int = tokens
         else:
             layer.lazy_initialization(keys, values)
