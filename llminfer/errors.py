@@ -6,6 +6,7 @@
     ├── ModelNotAvailable               3  no such model here, or not all of it
     ├── UnsupportedArchitecture         4  a model that we do not (yet) know how to run or size
     │   └── UnknownConfigField          4  a config that lacks what the formula needs
+    ├── PromptCacheMismatch             1  a saved cache that is not this run's, or damaged
     ├── DoesNotFit                      5  more bytes than the stated memory
     └── GenerationFailed                1  a run that broke after it began
         ├── NonFiniteLogits             1
@@ -55,6 +56,10 @@ class UnsupportedArchitecture(LlminferError):
 
 class UnknownConfigField(UnsupportedArchitecture):
     """A config lacks a field that the cache's size depends on."""
+
+
+class PromptCacheMismatch(LlminferError):
+    """A saved cache is damaged, or belongs to another model, element type, version or prompt."""
 
 
 class DoesNotFit(LlminferError):

@@ -21,7 +21,8 @@ class Started:
     """The run is about to do its first forward.
 
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
-    cannot be predicted or none is kept; `kv_unpredicted` then says why.
+    cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
+    prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
     """
 
     model: str
@@ -40,6 +41,10 @@ class Started:
     tokenize_s: float
     kv_at_limit: Footprint | None
     kv_unpredicted: str | None = None
+    kv_bits: int | None = None
+    kv_window: int | None = None
+    prefill_chunk: int | None = None
+    reused_tokens: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -79,7 +84,8 @@ class Step:
 class Finished:
     """The run has ended; `text` is what was still held back.
 
-    `detail` is the EOS id or the stop text; `error` is set when `reason` is `error`.
+    `detail` is the EOS id or the stop text. `error` is set when `reason` is `error`, and when a whole
+    run could not be saved as was asked.
     `kv` is the predicted cache of the `cached_tokens` that were cached after the last whole step.
     """
 
@@ -150,10 +156,10 @@ class Trace:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens over the duration of the first forward."""
+        """Prompt tokens that were fed, over the time they took."""
         if not self.steps or self.started is None or not self.steps[0].forward_s:
             return None
-        return len(self.started.prompt_ids) / self.steps[0].forward_s
+        return (len(self.started.prompt_ids) - self.started.reused_tokens) / self.steps[0].forward_s
 
     def decode_parts_s(self) -> Mapping[str, float]:
         """Where the decode time went, from the first token to the last; the parts add up to `decode_s`."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from llminfer.errors import InvalidParams
+from llminfer.errors import InvalidParams, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CACHES = ("dynamic", "none")
+CACHES = ("dynamic", "static", "quantized", "none")
+KV_BITS = (8, 4, 2)
+DEFAULT_KV_BITS = 4
+SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
 MAX_LOGPROBS = 1000
@@ -135,3 +140,61 @@ class StopCriteria:
             check_range("max_time_s", self.max_time_s, 0, math.inf)
         if "" in self.stop:
             raise InvalidParams("a stop text must not be empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How a run keeps keys and values, and how it fills them.
+
+    Attributes:
+        kind: one of `CACHES`.
+        bits: bits an element, for the quantized cache; 4 when not given.
+        window: keep the first `SINK_TOKENS` tokens and as many of the newest as make `window` together.
+        prefill_chunk: tokens of the prompt to feed at a time; as suits the model when not given.
+        file: reuse what this file has of the prompt, and keep the run's cache there.
+
+    Raises:
+        UsageError: for an unknown kind, or options that do not go together.
+        InvalidParams: for a value out of its range.
+    """
+
+    kind: str = "dynamic"
+    bits: int | None = None
+    window: int | None = None
+    prefill_chunk: int | None = None
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in CACHES:
+            raise UsageError(f"--cache {self.kind}: unknown", hint=f"one of {', '.join(CACHES)}")
+        if self.bits is not None and self.bits not in KV_BITS:
+            raise UsageError(f"--kv-bits {self.bits}: unknown", hint=f"one of {', '.join(map(str, KV_BITS))}")
+        if self.bits is not None and self.kind != "quantized":
+            raise UsageError("--kv-bits is for the quantized cache", hint="add --cache quantized, or drop it")
+        if self.window is not None:
+            check_range("--kv-window", self.window, SINK_TOKENS + 1, math.inf)
+            if self.kind != "dynamic":
+                raise UsageError(f"--kv-window does not go with --cache {self.kind}", hint="drop one of them")
+        if self.prefill_chunk is not None:
+            check_range("--prefill-chunk", self.prefill_chunk, 1, math.inf)
+            if self.kind == "none":
+                raise UsageError("--prefill-chunk needs a cache", hint="drop --cache none")
+        if self.file is not None:
+            if self.kind in ("none", "quantized"):
+                raise UsageError(f"--prompt-cache does not go with --cache {self.kind}", hint="drop one of them")
+            _check_writable(self.file)
+
+    @property
+    def name(self) -> str:
+        """What the cache is called in tables and reports: its kind, or `window`."""
+        return self.kind if self.window is None else "window"
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse a file that could not be written after the run, as far as that can be known."""
+    if file.is_dir() or (file.exists() and not file.is_file()):
+        raise UsageError(f"--prompt-cache {file}: not a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"--prompt-cache {file}: no such folder as {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise UsageError(f"--prompt-cache {file}: cannot write to {file.parent}")

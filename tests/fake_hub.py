@@ -81,7 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"{}", body)
         if path == f"/api/models/{MODEL}/tree/{COMMIT}":
             return self._send(200, {}, json.dumps(self._tree()).encode(), body)
-        file = path.removeprefix(f"/{MODEL}/resolve/{COMMIT}/")
+        revision, _, file = path.removeprefix(f"/{MODEL}/resolve/").partition("/")
+        if path.startswith(f"/{MODEL}/") and revision not in {COMMIT, "main"}:
+            return self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"{}", body)
         if file in self.server.refused_files:
             return self._send(*self.server.refused_files[file], b"{}", body)
         if file in {entry["path"] for entry in self._tree()}:

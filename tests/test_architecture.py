@@ -18,12 +18,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "units": ("errors",),
     "params": ("errors", "units"),
     "jobs": ("errors", "units", "params"),
-    "kv": ("errors", "units"),
+    "hub": ("errors",),
+    "kv": ("errors", "units", "hub"),
     "events": ("errors", "units", "params", "kv"),
-    "engine": ("errors", "units", "params", "jobs", "kv", "events"),
+    "engine": ("errors", "units", "hub", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
-    "cli": ("errors", "units", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
-    "__init__": ("errors", "units", "params", "kv", "events", "engine"),
+    "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
+    "cli": ("api", "errors", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
+    "__init__": ("api", "errors", "params", "events"),
     "__main__": ("cli",),
 }
 HEAVY = {"torch", "transformers", "numpy"}

@@ -17,7 +17,18 @@ import typer
 
 from llminfer.cli.prompts import ManyPrompts
 from llminfer.errors import InvalidParams, LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import CACHES, DEVICE, DTYPES, MAX_BIAS, SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.kv.quantizers import quantizer
+from llminfer.params import (
+    DEFAULT_KV_BITS,
+    DEVICE,
+    DTYPES,
+    MAX_BIAS,
+    SAMPLING_RANGES,
+    CacheOptions,
+    SamplingParams,
+    StopCriteria,
+    check_range,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -141,8 +152,26 @@ def generate(
         str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
     ] = "auto",
     cache: Annotated[
-        str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
+        str,
+        typer.Option(
+            "--cache", metavar="CACHE", help="dynamic, static, quantized; none is the textbook loop without a cache."
+        ),
     ] = "dynamic",
+    kv_bits: Annotated[
+        int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
+    ] = None,
+    kv_window: Annotated[
+        int | None,
+        typer.Option("--kv-window", metavar="N", help="Keep the first 4 and the newest N − 4 tokens, and no others."),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option("--prefill-chunk", metavar="N", help="Feed the prompt N tokens at a time; 2048 where that works."),
+    ] = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option("--prompt-cache", metavar="FILE", help="Reuse the tokens in this file, and save the cache there."),
+    ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
     json_output: Annotated[
@@ -173,12 +202,12 @@ def generate(
         "logprobs": logprobs,
         "seed": seed,
     }
+    caching = {"bits": kv_bits, "window": kv_window, "prefill_chunk": prefill_chunk, "file": prompt_cache}
     many = ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume)
     request = _Request(
         flags=flags,
         system=system,
         raw=raw,
-        cache=cache,
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,
@@ -192,6 +221,8 @@ def generate(
     try:
         check_flags(flags, max_new_tokens)
         _check_choices(request)
+        request = replace(request, caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)))
+        _check_caching(request)
         biases = parse_logit_bias(logit_bias or [])
         request = replace(
             request,
@@ -231,7 +262,6 @@ class _Request:
     flags: Mapping[str, Any]
     system: str | None
     raw: bool
-    cache: str
     device: str
     dtype: str
     tokenizer: Path | None
@@ -241,6 +271,7 @@ class _Request:
     bad_words: tuple[str, ...]
     num_samples: int
     many: ManyPrompts
+    caching: CacheOptions = field(default_factory=CacheOptions)
     stop: StopCriteria = field(default_factory=StopCriteria)
     text: str = ""
 
@@ -280,7 +311,6 @@ def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
 def _check_choices(request: _Request) -> None:
     choices = {
         "--dtype": (request.dtype, DTYPES),
-        "--cache": (request.cache, CACHES),
     }
     if not DEVICE.fullmatch(request.device):
         raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
@@ -295,10 +325,8 @@ def _check_choices(request: _Request) -> None:
         "--json and --print-token-ids": output.json and output.token_ids,
         "--echo and --print-token-ids": output.echo and output.token_ids,
         "--logprobs without --json": bool(request.flags.get("logprobs")) and not output.json,
-        "--num-samples and --cache none": request.num_samples > 1 and request.cache == "none",
         "--num-samples and --steps": request.num_samples > 1 and output.steps,
         "--prompts and --num-samples": request.many.file is not None and request.num_samples > 1,
-        "--prompts and --cache none": request.many.file is not None and request.cache == "none",
         "--prompts and --steps": request.many.file is not None and output.steps,
         "--output without --prompts": request.many.output is not None and request.many.file is None,
         "--resume without --output": request.many.resume and request.many.output is None,
@@ -306,6 +334,23 @@ def _check_choices(request: _Request) -> None:
     for what, present in contradictions.items():
         if present:
             raise UsageError(f"{what}: these do not go together", hint="drop one of them, or add what is missing")
+
+
+def _check_caching(request: _Request) -> None:
+    """Several sequences share one dynamic cache: all that is said about another one is for a single run."""
+    caching = request.caching
+    if caching.kind == "quantized":
+        quantizer(caching.bits or DEFAULT_KV_BITS)
+    asked = {
+        f"--cache {caching.kind}": caching.kind != "dynamic",
+        "--kv-window": caching.window is not None,
+        "--prefill-chunk": caching.prefill_chunk is not None,
+        "--prompt-cache": caching.file is not None,
+    }
+    several = {"--prompts": request.many.file is not None, "--num-samples": request.num_samples > 1}
+    for flag in (name for name, given in several.items() if given):
+        for option in (name for name, given in asked.items() if given):
+            raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -366,7 +411,7 @@ def _run(request: _Request, model: str | None, revision: str | None, *, debug: b
         stop=request.stop,
         system=request.system,
         raw=request.raw,
-        cache=request.cache,
+        cache=request.caching,
     )
     if request.output.echo:
         _write_text(request.text)
@@ -458,6 +503,7 @@ def _load(request: _Request, model: str | None, revision: str | None, startup_s:
                 device=request.device,
                 dtype=request.dtype,
                 trust_remote_code=request.trust_remote_code,
+                cache=request.caching,
             )
 
 
@@ -465,7 +511,7 @@ def _find_folder(
     request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]
 ) -> tuple[str, Path]:
     """The model's name and its checkpoint folder."""
-    from llminfer.engine.reference import fetch_from_hub, find_reference
+    from llminfer.engine.reference import find_reference
 
     if model is None:
         from llminfer.engine import default_model
@@ -480,17 +526,29 @@ def _find_folder(
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
         with _timed("fetch", startup_s):
-            return model, fetch_from_hub(
-                reference,
-                allow_pickle=request.allow_pickle,
-                code=request.trust_remote_code,
-                progress=request.output.talks and sys.stderr.isatty(),
-            )
+            return model, _fetch(request, model, revision)
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":
         return reference.path.stem, _convert(reference.path, request.output, startup_s, None)
     return reference.path.resolve().name, reference.path
+
+
+def _fetch(request: _Request, model: str, revision: str | None) -> Path:
+    """The folder of a Hub model: its config first, so that what cannot run is refused before its weights come."""
+    from llminfer.engine.architecture import check_model_type
+    from llminfer.hub import fetch_checkpoint, fetch_config
+    from llminfer.kv.config import load_config
+
+    config = load_config(fetch_config(model, revision=revision))
+    check_model_type(config, model, trust_remote_code=request.trust_remote_code)
+    return fetch_checkpoint(
+        model,
+        revision=revision,
+        allow_pickle=request.allow_pickle,
+        code=request.trust_remote_code,
+        progress=request.output.talks and sys.stderr.isatty(),
+    )
 
 
 def _convert(

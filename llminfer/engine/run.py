@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from llminfer.engine.cache_kinds import Fed, check_cache, piece_sizes, predict_cache
 from llminfer.engine.clock import Clock
 from llminfer.engine.detokenizer import make_detokenizer
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
-from llminfer.engine.forward import Forward, make_forward
+from llminfer.engine.forward import Forward, make_forward, prefill_chunk
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
+from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.stop import Output, StopMatcher
 from llminfer.errors import GenerationFailed, InvalidParams, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import Event, FinishReason, Started
-from llminfer.kv.footprint import Footprint, footprint
+from llminfer.kv.footprint import Footprint
 from llminfer.params import (
-    CACHES,
+    DEFAULT_KV_BITS,
     NEVER_FROM_MODEL,
     SAMPLER_FIELDS,
     SAMPLING_RANGES,
+    CacheOptions,
     SamplingParams,
     StopCriteria,
     check_range,
@@ -103,30 +106,34 @@ def generate(
     loaded: LoadedModel,
     text: str,
     *,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: SamplingParams | Mapping[str, Any] | None = None,
     bad_words: Sequence[str] = (),
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str = "dynamic",
+    cache: str | CacheOptions = "dynamic",
 ) -> Generator[Event, None, None]:
     """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
 
     Args:
-        sampling: values by name as in `SamplingParams`; those missing come from the model.
+        sampling: all values, or some by name; those missing come from the model.
         bad_words: texts that are never completed, besides the ids that `sampling` names.
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, or `none` for the textbook loop without a cache.
+        cache: which cache, how it is filled and kept; a kind alone stands for `CacheOptions` of that kind.
 
     Raises:
         UsageError: before the first event, for a prompt that is empty or longer than the context.
         InvalidParams: before the first event, for a value out of its range.
+        UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
+        PromptCacheMismatch: before the first event, for a file that is damaged or of another model.
     """
-    if cache not in CACHES:
-        raise UsageError(f"unknown cache {cache!r}", hint=f"one of {', '.join(CACHES)}")
+    options = cache if isinstance(cache, CacheOptions) else CacheOptions(kind=cache)
+    check_cache(options, loaded.model.config, loaded.name, known=type(loaded.model))
     stop = stop or StopCriteria()
+    if isinstance(sampling, SamplingParams):
+        sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
     flags = dict(sampling or {})
     if bad_words:
         flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
@@ -135,8 +142,18 @@ def generate(
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    started = make_started(loaded, prompt, params, stop, limit, cache, tokenize_s, sampling_notes)
-    return _events(loaded, prompt, started, limit, clock, _make_forward(loaded, cache))
+    forward = _make_forward(loaded, options, len(prompt.ids) + limit[0] - 1, prompt.ids)
+    feeding = Feeding(options=options, reused=len(forward.ids))
+    started = make_started(loaded, prompt, params, stop, limit, feeding, tokenize_s, sampling_notes)
+    return _events(loaded, prompt, started, limit, clock, forward, feeding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """What a run keeps, and how many of its prompt's tokens it need not feed."""
+
+    options: CacheOptions
+    reused: int = 0
 
 
 def make_started(
@@ -145,18 +162,26 @@ def make_started(
     params: SamplingParams,
     stop: StopCriteria,
     limit: tuple[int, FinishReason],
-    cache: str,
+    feeding: Feeding | str,
     tokenize_s: float,
     notes: tuple[str, ...],
 ) -> Started:
     """The record of what is about to run, with the cache it may come to hold."""
+    if isinstance(feeding, str):
+        feeding = Feeding(options=CacheOptions(kind=feeding))
+    options = feeding.options
+    at_limit = _fed(feeding, len(prompt.ids), limit, limit[0] - 1)
     return Started(
         model=loaded.name,
         device=str(loaded.device),
         device_name=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         threads=torch.get_num_threads() if loaded.device.type == "cpu" else None,
-        cache=cache,
+        cache=options.name,
+        kv_bits=(options.bits or DEFAULT_KV_BITS) if options.kind == "quantized" else None,
+        kv_window=options.window,
+        prefill_chunk=prefill_chunk(loaded.model, options),
+        reused_tokens=feeding.reused,
         prompt_ids=prompt.ids,
         prompt_text=prompt.text,
         sampling=params,
@@ -165,8 +190,8 @@ def make_started(
         context_limit=loaded.context_limit,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
-        kv_at_limit=predict(loaded, len(prompt.ids) + limit[0] - 1, cache),
-        kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
+        kv_at_limit=_predict(loaded, options, at_limit),
+        kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         notes=(*loaded.notes, *notes, *prompt.notes),
     )
 
@@ -178,6 +203,7 @@ def _events(
     limit: tuple[int, FinishReason],
     clock: Clock,
     forward: Forward,
+    feeding: Feeding,
 ) -> Generator[Event, None, None]:
     yield started
     output = make_output(loaded, started.stop, limit, clock)
@@ -186,13 +212,25 @@ def _events(
         make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
         output,
         clock,
-        prompt_ids=prompt.ids,
+        prompt_ids=prompt.ids[feeding.reused :],
+        cached=feeding.reused,
     )
-    yield replace(
-        finished,
-        error=explain(finished.error, output.count, loaded, started) if finished.error else None,
-        kv=predict(loaded, finished.cached_tokens, started.cache) if output.count else None,
-    )
+    fed = _fed(feeding, len(prompt.ids), limit, max(output.count - 1, 0))
+    error = None
+    if finished.error:
+        now = _predict(loaded, feeding.options, replace(fed, steps=output.count))
+        error = explain(finished.error, output.count, loaded, started, now=now)
+    if feeding.options.file is not None and error is None:
+        try:
+            save_prompt_cache(feeding.options.file, loaded, forward, feeding.options)
+        except LlminferError as not_saved:
+            error = not_saved
+    yield replace(finished, error=error, kv=_predict(loaded, feeding.options, fed) if output.count else None)
+
+
+def _fed(feeding: Feeding, prompt_tokens: int, limit: tuple[int, FinishReason], steps: int) -> Fed:
+    pieces = piece_sizes(prompt_tokens - feeding.reused, feeding.options.prefill_chunk)
+    return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=prompt_tokens + limit[0] - 1)
 
 
 def make_output(
@@ -214,9 +252,16 @@ def make_output(
     )
 
 
-def _make_forward(loaded: LoadedModel, cache: str) -> Forward:
+def _make_forward(loaded: LoadedModel, options: CacheOptions, room: int, prompt_ids: Sequence[int]) -> Forward:
+    """A forward that holds what a saved cache has of the prompt, so that only the rest is to be fed."""
+    saved = None
+    if options.file is not None:
+        saved = load_prompt_cache(options.file, loaded, options, max_tokens=room, prompt_ids=prompt_ids)
+    cache, cached_ids = saved if saved is not None else (None, ())
     try:
-        return make_forward(loaded.model, cached=cache != "none")
+        return make_forward(loaded.model, options=options, max_tokens=room, cache=cache, cached_ids=cached_ids)
+    except LlminferError:
+        raise
     except Exception as error:
         raise GenerationFailed(f"cannot run {loaded.name}: {_reason(error)}", hint="--debug shows where") from error
 
@@ -246,20 +291,31 @@ def token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) ->
 
 def predict(loaded: LoadedModel, tokens: int, cache: str) -> Footprint | None:
     """The predicted cache of so many tokens, None when it cannot be predicted or none is kept."""
-    if loaded.kv is None or cache == "none":
+    return _predict(loaded, CacheOptions(kind=cache), Fed(prompt=(tokens,), steps=0, room=tokens))
+
+
+def _predict(loaded: LoadedModel, options: CacheOptions, fed: Fed) -> Footprint | None:
+    if loaded.kv is None:
         return None
-    return footprint(loaded.kv, tokens=tokens, dtype=str(loaded.dtype))
+    return predict_cache(options, replace(loaded.kv, dtype=str(loaded.dtype).removeprefix("torch.")), fed)
 
 
-def explain(error: Exception, step: int, loaded: LoadedModel, started: Started) -> LlminferError:
-    """What broke, at which step, in one line, with what to try; what it was made from is its cause."""
+def explain(
+    error: Exception, step: int, loaded: LoadedModel, started: Started, *, now: Footprint | None = None
+) -> LlminferError:
+    """What broke, at which step, in one line, with what to try; what it was made from is its cause.
+
+    `now` is the cache that the step would have had, where it is no dynamic one.
+    """
     if isinstance(error, NonFiniteLogits):
         explained: LlminferError = NonFiniteLogits(
             f"{error.message} at step {step}, computing in {started.dtype}",
             hint="try --dtype float32" if started.dtype != "float32" else "the weights may be damaged",
         )
     elif is_out_of_memory(error):
-        explained = _out_of_memory(step, loaded, started)
+        if now is None and started.cache == "dynamic":
+            now = predict(loaded, len(started.prompt_ids) + step, started.cache)
+        explained = _out_of_memory(step, now, started)
     elif isinstance(error, LlminferError):
         return error
     else:
@@ -275,9 +331,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def _out_of_memory(step: int, loaded: LoadedModel, started: Started) -> OutOfMemory:
-    tokens = len(started.prompt_ids) + step
-    now, limit = predict(loaded, tokens, started.cache), started.kv_at_limit
+def _out_of_memory(step: int, now: Footprint | None, started: Started) -> OutOfMemory:
+    tokens, limit = len(started.prompt_ids) + step, started.kv_at_limit
     kv = ""
     if now is not None and limit is not None:
         kv = f", whose KV cache takes {format_bytes(now.total_bytes)}"

@@ -93,6 +93,8 @@ def footprint(
     k_dtype: str | None = None,
     v_dtype: str | None = None,
     tp: int = 1,
+    waiting: int | None = None,
+    quantizer: str = "quanto",
 ) -> Footprint:
     """The bytes of this model's cache in a runtime.
 
@@ -104,6 +106,8 @@ def footprint(
         k_dtype: the element type of the keys (and of all that is not values) where it is not `dtype`.
         v_dtype: the element type of the values where it is not `dtype`.
         tp: tensor-parallel ranks; the answer is for one of them.
+        waiting: tokens that a quantized cache holds in full precision; as many as it can when not given.
+        quantizer: the library of a quantized cache, `quanto` or `hqq`.
 
     Raises:
         InvalidParams: when a number is out of its range or an element type is unknown.
@@ -115,7 +119,7 @@ def footprint(
             raise InvalidParams(f"{name} is {value!r}, not a whole number of {least} or more")
     row = runtime_row(runtime)
     rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
-    request = _request(model, tokens, batch, dtype, k_dtype, v_dtype)
+    request = replace(_request(model, tokens, batch, dtype, k_dtype, v_dtype), waiting=waiting, quantizer=quantizer)
     now = row.allocate(model, rank.layers, request)
     later = row.allocate(model, rank.layers, replace(request, tokens=tokens + now.block_tokens))
     return Footprint(

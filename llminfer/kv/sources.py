@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import ModelNotAvailable
+from llminfer.hub import fetch_config, looks_like_path
 from llminfer.kv.config import load_config, parse_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILE_SUFFIXES = (".json", ".gguf", ".txt", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +49,12 @@ def find_source(argument: str) -> Source:
     if argument in shipped:
         return Source(name=argument, config=load_config(shipped[argument]))
     if _HUB_ID.fullmatch(argument):
-        return Source(name=argument, config=_hub_config(argument))
+        return Source(name=argument, config=load_config(fetch_config(argument)))
     close = difflib.get_close_matches(argument, shipped, n=3)
     raise ModelNotAvailable(
         f"no file, folder or shipped config is called {argument!r}, and a Hub id is written owner/name",
         hint=f"did you mean {', '.join(close)}?" if close else "llminfer kv-size --list names the shipped configs",
     )
-
-
-def looks_like_path(argument: str) -> bool:
-    """Whether an argument can only be meant as a path: `./x`, `/x`, `~/x`, `C:x`, `x.json`, `here/x`."""
-    if argument.startswith((".", "/", "\\", "~")) or re.match(r"[A-Za-z]:", argument):
-        return True
-    if argument.lower().endswith(_FILE_SUFFIXES) or argument.count("/") > 1 or argument.endswith("/"):
-        return True
-    return "/" in argument and _exists(Path(argument).parent)
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -94,33 +84,3 @@ def _is_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError:
         return False  # the reader that comes next says why
-
-
-def _hub_config(repo: str) -> dict[str, Any]:
-    """The config.json of a repository on the Hub, and nothing else of it."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub import constants, errors, hf_hub_download
-
-    elsewhere = f"{repo!r} is not a file or folder here"
-    try:
-        return load_config(Path(hf_hub_download(repo, "config.json")))
-    except errors.GatedRepoError:
-        raise ModelNotAvailable(
-            f"{repo} is gated", hint=f"accept its licence at https://huggingface.co/{repo} and log in"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelNotAvailable(
-            f"{elsewhere}, and the Hub has no such repository (or it is private)", hint="log in if it is yours"
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
-            reason = "is not in the cache, and offline mode is on (HF_HUB_OFFLINE)"
-        else:
-            reason = "is not in the cache, and the Hub cannot be reached"
-        raise ModelNotAvailable(
-            f"{elsewhere}; as a Hub id it {reason}", hint=f"the cache is {constants.HF_HUB_CACHE}"
-        ) from None
-    except errors.EntryNotFoundError:
-        raise ModelNotAvailable(f"{repo} on the Hub has no config.json") from None
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise ModelNotAvailable(f"{elsewhere}, and the Hub did not answer: {type(error).__name__}") from None

@@ -142,6 +142,10 @@ def _kv_cache(trace: Trace, started: Started) -> dict[str, Any]:
     last = trace.steps[-1] if trace.steps else None
     return {
         "kind": started.cache,
+        "bits": started.kv_bits,
+        "window": started.kv_window,
+        "prefill_chunk": started.prefill_chunk,
+        "reused_tokens": started.reused_tokens,
         "cached_tokens": last.cached_tokens if last and last.kv_bytes is not None else None,
         "predicted_bytes": cached.total_bytes if cached else None,
         "measured_bytes": last.kv_bytes if last else None,

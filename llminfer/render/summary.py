@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich.text import Text
 
 from llminfer.events import Finished, Started, Trace, percentile
-from llminfer.params import SAMPLING_RANGES, SamplingParams
+from llminfer.params import SAMPLING_RANGES, SINK_TOKENS, SamplingParams
 from llminfer.units import format_bytes, format_seconds
 
 _LABEL_WIDTH = 9
@@ -17,6 +17,8 @@ _PERCENTILES = (50, 95, 99)
 def started_line(started: Started) -> str:
     """What is about to run, and the cache it may come to hold."""
     tokens = f"{len(started.prompt_ids)} prompt tokens"
+    if started.reused_tokens:
+        tokens += f", {started.reused_tokens} of them cached"
     kv = started.kv_at_limit
     cache = (
         f"KV cache up to {format_bytes(kv.total_bytes)} ({kv.total_bytes} B) predicted for {kv.tokens} tokens"
@@ -39,7 +41,7 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
     yield _line("model", *_model_parts(started))
     before = {**startup_s, "tokenize": started.tokenize_s}
     yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
-    yield from _speed_lines(trace, len(started.prompt_ids))
+    yield from _speed_lines(trace, len(started.prompt_ids) - started.reused_tokens)
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
     yield _line("sampler", *_sampler_parts(started.sampling))
     yield from _cache_lines(trace, started, finished)
@@ -122,10 +124,24 @@ def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator
     predicted = finished.kv.total_bytes
     verdict = "equal to the byte" if predicted == measured else f"they differ by {measured - predicted:+d} B"
     yield _line("KV cache", f"predicted {_bytes(predicted)}", f"measured {_bytes(measured)}", verdict)
-    yield _line("", f"{finished.kv.tokens} tokens cached (prompt + generated − 1): {finished.kv.formula}")
+    yield _line("", f"{finished.cached_tokens} tokens cached (prompt + generated − 1): {finished.kv.formula}")
+    yield from _kind_lines(started)
     if started.kv_at_limit is not None:
         limit = started.kv_at_limit
         yield _line("", f"at the limit, {limit.tokens} tokens: {_bytes(limit.total_bytes)} predicted")
+
+
+def _kind_lines(started: Started) -> Iterator[Text]:
+    """What is special about the cache, where it is not the plain dynamic one."""
+    kinds = {
+        "static": "static, allocated before the first token",
+        "quantized": f"quantized to {started.kv_bits} bits, the newest tokens in {started.dtype}",
+        "window": f"a window: the first {SINK_TOKENS} tokens and the newest {(started.kv_window or 0) - SINK_TOKENS}",
+    }
+    if started.cache in kinds:
+        yield _line("", kinds[started.cache])
+    if started.reused_tokens:
+        yield _line("", f"{started.reused_tokens} tokens of the prompt reused from the prompt cache")
 
 
 def _bytes(size_bytes: int) -> str:

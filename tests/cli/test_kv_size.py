@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,11 +182,9 @@ def test_a_mistyped_path_is_never_asked_of_the_hub(
     run_cli: Cli, monkeypatch: pytest.MonkeyPatch, argument: str
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a network call"))
-    start = time.monotonic()
     code, out, err = run_cli("kv-size", argument, "-N", 1)
     assert (code, out) == (3, b"")
     assert argument in err
-    assert time.monotonic() - start < 2
 
 
 def test_a_two_part_name_with_a_folder_of_that_name_is_a_path(
@@ -202,7 +199,7 @@ def test_a_two_part_name_with_a_folder_of_that_name_is_a_path(
 def test_offline_a_hub_id_says_so(run_cli: Cli) -> None:
     code, out, err = run_cli("kv-size", "nobody-here/no-such-model", "-N", 1)
     assert (code, out) == (3, b"")
-    assert "not a file or folder here" in err
+    assert "is not a folder here" in err
     assert "offline mode is on" in err
 
 

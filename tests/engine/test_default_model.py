@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -75,14 +74,8 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert output.stdout == "[]\n"
 
 
-@pytest.mark.skipif(find_default_model() is None, reason="the default model is not installed")
-def test_the_default_models_header_is_read_in_a_tenth_of_a_second() -> None:
+def test_the_default_models_header_is_that_of_the_card() -> None:
     path = find_default_model()
     assert path is not None
-    durations_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        header = read_gguf_header(path)
-        durations_s.append(time.perf_counter() - start_s)
+    header = read_gguf_header(path)
     assert (header.architecture, header.parameter_count) == ("llama", 134_515_008)
-    assert min(durations_s) < 0.1

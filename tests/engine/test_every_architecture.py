@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine.forward import prepares_by_default
+from llminfer.engine.abilities import prepares_by_default
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
 from tests.parity import (

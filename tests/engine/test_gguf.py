@@ -514,11 +514,7 @@ def write_tiny_lfm2(path: Path) -> Path:
     return write_tensors(writer, shapes, attention=gguf.GGMLQuantizationType.Q8_0, leave_out=None, seed=0)
 
 
-needs_default_model = pytest.mark.skipif(find_default_model() is None, reason="the default model is not installed")
-
-
 @pytest.mark.slow
-@needs_default_model
 def test_the_default_model_is_that_of_transformers_bit_for_bit() -> None:
     path = find_default_model()
     assert path is not None

@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub import errors
 
 from llminfer.errors import ModelNotAvailable
-from llminfer.kv.sources import find_source, looks_like_path, shipped_configs
+from llminfer.hub import looks_like_path
+from llminfer.kv.sources import find_source, shipped_configs
 
 
 def refusal(kind: type[Exception], status: int) -> Exception:
@@ -23,7 +24,7 @@ def test_only_the_config_of_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     asked = []
 
-    def fetch(*arguments: str) -> str:
+    def fetch(*arguments: str, **_: object) -> str:
         asked.append(arguments)
         return str(tmp_path / "config.json")
 
@@ -37,18 +38,18 @@ def test_only_the_config_of_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (refusal(errors.GatedRepoError, 403), "owner/name is gated", "accept its licence at https://"),
-        (refusal(errors.RepositoryNotFoundError, 404), "no such repository", "log in"),
+        (refusal(errors.GatedRepoError, 403), "owner/name is gated on the Hub", "accept its licence at https://"),
+        (refusal(errors.RepositoryNotFoundError, 404), "not found on the Hub", "log in"),
         (refusal(errors.RemoteEntryNotFoundError, 404), "has no config.json", None),
-        (errors.LocalEntryNotFoundError("x"), "is not in the cache", "the cache is "),
-        (refusal(errors.HfHubHTTPError, 500), "did not answer", None),
-        (ConnectionError("secret123"), "did not answer", None),
+        (errors.LocalEntryNotFoundError("x"), "not in the Hub's cache", "HF_HUB_OFFLINE"),
+        (refusal(errors.HfHubHTTPError, 500), "failed to serve", None),
+        (ConnectionError("secret123"), "not in the Hub's cache", None),
     ],
 )
 def test_each_refusal_of_the_hub_has_its_own_sentence(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, hint: str | None
 ) -> None:
-    def fail(*_: str) -> str:
+    def fail(*_: object, **__: object) -> str:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)

@@ -28,7 +28,6 @@ def test_points_cover_the_range_and_the_corners() -> None:
 
 
 def test_a_terminal_gets_text_with_the_names_and_the_memory() -> None:
-    pytest.importorskip("plotext")
     text = draw(CURVES, memory_bytes=50 * GIB)
     assert "[a] $b_c$" in text
     assert "memory" in text
@@ -41,7 +40,6 @@ def test_a_terminal_gets_text_with_the_names_and_the_memory() -> None:
     ("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.HTML", b"<!DOCTYPE html>")]
 )
 def test_files(tmp_path: Path, name: str, start: bytes) -> None:
-    pytest.importorskip("matplotlib")
     save(CURVES, tmp_path / name, memory_bytes=50 * GIB)
     assert (tmp_path / name).read_bytes().startswith(start)
 
@@ -62,6 +60,5 @@ def test_a_missing_library_is_one_line_with_the_remedy(tmp_path: Path, monkeypat
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match="cannot write"):
         save(CURVES, tmp_path / "no" / "a.png")

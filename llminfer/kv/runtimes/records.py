@@ -17,7 +17,8 @@ class Request:
 
     `k_type` is the element type of every tensor that grows except the values, `v_type` that of the
     values, `float_type` the one that the model computes in, so that of states and of whatever a
-    quantized cache leaves in full precision.
+    quantized cache leaves in full precision. `waiting` is how many tokens it leaves so (None: as
+    many as it can), and `quantizer` the library that packs the others.
     """
 
     tokens: int
@@ -25,6 +26,8 @@ class Request:
     k_type: ElementType
     v_type: ElementType
     float_type: ElementType
+    waiting: int | None = None
+    quantizer: str = "quanto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

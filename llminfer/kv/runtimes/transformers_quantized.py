@@ -12,6 +12,7 @@ precision), the one right after a prefill of N is named with it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from llminfer.errors import UsageError
 from llminfer.kv.layer import LayerKV, ModelKV
@@ -45,7 +46,9 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
             hint=f"layer kinds here: {', '.join(sorted({layer.kind for layer in layers}))}",
         )
     bits = _bits(request)
-    waiting = min(RESIDUAL_TOKENS - 1, max(request.tokens - 1, 0))
+    waiting = request.waiting
+    if waiting is None:
+        waiting = min(RESIDUAL_TOKENS - 1, max(request.tokens - 1, 0))
     rows = each_layer(layers, lambda layer: _layer(layer, request, bits, waiting))
     prefilled = sum(row.size_bytes for row in each_layer(layers, lambda layer: _layer(layer, request, bits, 0)))
     total = sum(row.size_bytes for row in rows)
@@ -62,6 +65,17 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
         ),
         notes=(f"{bits} bit in groups of {GROUP_ELEMENTS}, {waiting} tokens waiting in {request.float_type.name}",),
     )
+
+
+def waiting_tokens(prompt: Iterable[int], steps: int) -> int:
+    """Tokens that wait in full precision after forwards of so many prompt tokens each, then `steps` of one token.
+
+    The first forward's tokens are quantized at once; whatever brings the waiting ones to 128 quantizes all.
+    """
+    waiting = 0
+    for index, tokens in enumerate((*prompt, *([1] * steps))):
+        waiting = 0 if index == 0 or waiting + tokens >= RESIDUAL_TOKENS else waiting + tokens
+    return waiting
 
 
 def _bits(request: Request) -> int:
@@ -82,8 +96,11 @@ def _terms(
     """The packed groups of `count` tensors alike, and their tokens that wait in full precision."""
     (heads, dim), kind, packed = shape, request.float_type, request.tokens - waiting
     groups = -(-request.batch * packed * heads * dim // GROUP_ELEMENTS)
-    # quanto packs whole rows of groups, so that an odd group takes a row of bytes
-    packed_bytes = -(-groups // (8 // bits)) * GROUP_ELEMENTS
+    if request.quantizer == "quanto":
+        # it packs whole rows of groups, so that an odd group takes a row of bytes
+        packed_bytes = -(-groups // (8 // bits)) * GROUP_ELEMENTS
+    else:
+        packed_bytes = groups * GROUP_ELEMENTS * bits // 8
     scale_bytes = groups * 2 * kind.block_bytes
     before = tuple(str(factor) for factor in (request.batch, count) if factor != 1)
     quantized = Term(

@@ -1,0 +1,154 @@
+"""The library: load a model, generate from it event by event, size a cache. The command line uses the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llminfer.errors import ModelNotAvailable
+from llminfer.events import Event
+from llminfer.kv.families import read_model
+from llminfer.kv.footprint import Footprint, footprint
+from llminfer.kv.gguf_layers import read_gguf_model
+from llminfer.kv.sources import find_source
+from llminfer.params import SamplingParams, StopCriteria
+
+if TYPE_CHECKING:
+    from llminfer.engine.load import LoadedModel
+
+Progress = Callable[[str, int, int], None]
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    tokenizer: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model with its tokenizer.
+
+    Args:
+        model: a folder, a `.gguf` file (converted once) or a Hub id; the built-in model when not given.
+        revision: the revision of a Hub model.
+        tokenizer: a folder to take the tokenizer from, when not the model's own.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        allow_pickle: read pickled weights, with torch's restricted unpickler.
+        trust_remote_code: run Python code that the model's repository brings.
+        progress: hears of a conversion: stage, done, in all.
+
+    Raises:
+        ModelNotAvailable: when there is no such model, or not all of it.
+        UnsupportedArchitecture: for a model that does not continue text.
+        InvalidParams: for a device or dtype that is none.
+    """
+    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.load import load as load_checkpoint
+
+    name, folder = _folder_of(model, revision, allow_pickle, trust_remote_code, progress)
+    checkpoint = inspect_checkpoint(
+        folder, tokenizer=Path(tokenizer) if tokenizer is not None else None, allow_pickle=allow_pickle
+    )
+    return load_checkpoint(checkpoint, name=name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def generate(
+    model: LoadedModel,
+    prompt: str,
+    *,
+    sampling: SamplingParams | Mapping[str, Any] | None = None,
+    bad_words: Sequence[str] = (),
+    stop: StopCriteria | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    cache: str = "dynamic",
+) -> Generator[Event, None, None]:
+    """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
+
+    Args:
+        model: from `load`.
+        prompt: the user's text; chat models get it through their template.
+        sampling: all values as `SamplingParams`, or some by name, and the model's own for the rest.
+        bad_words: texts that are never completed.
+        stop: when to end; 256 tokens when not given.
+        system: a system message, for chat models.
+        raw: leave the chat template out.
+        cache: `dynamic`, or `none` for the textbook loop.
+
+    Raises:
+        UsageError: before the first event, for a prompt that is empty or longer than the context.
+        InvalidParams: before the first event, for a value out of its range.
+    """
+    from llminfer.engine.run import generate as generate_events
+
+    return generate_events(
+        model, prompt, sampling=sampling, bad_words=bad_words, stop=stop, system=system, raw=raw, cache=cache
+    )
+
+
+def kv_footprint(
+    model: str | Path | Mapping[str, Any],
+    *,
+    tokens: int,
+    batch: int = 1,
+    dtype: str | None = None,
+    runtime: str = "transformers",
+) -> Footprint:
+    """What the KV cache of so many tokens weighs, to the byte; no weights are needed.
+
+    Args:
+        model: a folder, a config.json, a GGUF file, a shipped config's name, a Hub id, or a config as a mapping.
+        tokens: cached tokens per sequence.
+        batch: sequences.
+        dtype: the cache's element type; the model's own when not given.
+        runtime: whose cache is sized: `transformers`, `vllm`, `llama.cpp`, `ideal`, ...
+
+    Raises:
+        ModelNotAvailable: when there is no such model.
+        UnsupportedArchitecture: for a model that no rule covers.
+    """
+    if isinstance(model, Mapping):
+        read = read_model(model, source="config")
+    else:
+        source = find_source(str(model))
+        if source.gguf is not None:
+            read = read_gguf_model(source.gguf)
+        elif source.config is not None:
+            read = read_model(source.config, source=source.name, name=source.name)
+        else:
+            raise ModelNotAvailable(f"{model} has neither a config nor a header")
+    return footprint(read, tokens=tokens, batch=batch, dtype=dtype, runtime=runtime)
+
+
+def _folder_of(
+    model: str | Path | None,
+    revision: str | None,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+    progress: Progress | None,
+) -> tuple[str, Path]:
+    """A model's name and the folder of its checkpoint, converted or fetched where that is needed."""
+    from llminfer.engine import default_model
+    from llminfer.engine.gguf import checkpoint_for_gguf
+    from llminfer.engine.reference import find_reference
+    from llminfer.hub import fetch_checkpoint
+
+    if model is None:
+        path = default_model.require_default_model()
+        defaults = default_model.DEFAULT_GENERATION
+        return default_model.DEFAULT_MODEL_NAME, checkpoint_for_gguf(
+            path, generation_defaults=defaults, progress=progress
+        )
+    reference = find_reference(str(model), revision=revision)
+    if reference.path is None:
+        folder = fetch_checkpoint(str(model), revision=revision, allow_pickle=allow_pickle, code=trust_remote_code)
+        return str(model), folder
+    if reference.kind == "gguf":
+        return reference.path.stem, checkpoint_for_gguf(reference.path, progress=progress)
+    return reference.path.resolve().name, reference.path

@@ -1,0 +1,290 @@
+"""A run's cache in a file: what a later prompt begins with as well need not be fed again.
+
+The file is one safetensors file: a tensor per kept part of a layer, the token ids, and metadata that
+says of what model, in what element type and by what version it was made. Keys and values are only
+worth something to the same weights, so the model is known by a digest over all of its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from llminfer.engine.cache import WHOLE_CACHES
+from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
+from llminfer.engine.forward import Forward
+from llminfer.engine.load import LoadedModel
+from llminfer.engine.window_cache import WindowLayer
+from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
+from llminfer.params import CacheOptions
+
+FORMAT, FORMAT_VERSION = "llminfer prompt cache", "1"
+_IDS = "token_ids"
+_NEW_FILE = "delete the file to begin a new one"
+# exact classes: a subclass may keep more than is written here
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer, WindowLayer)
+_STATIC_SLIDING = (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
+_STATIC = (StaticLayer, LinearAttentionAndStaticFullAttentionLayer, *_STATIC_SLIDING)
+_HYBRID = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+)
+_RECURRENT = (LinearAttentionLayer, *_HYBRID)
+_SAVED_LAYERS = frozenset({DummyLayer, *_GROWING, *_STATIC, *_RECURRENT})
+
+
+def load_prompt_cache(
+    file: Path, loaded: LoadedModel, options: CacheOptions, *, max_tokens: int | None, prompt_ids: Sequence[int]
+) -> tuple[Any, Sequence[int]] | None:
+    """A cache with the tokens that the prompt begins with, and those tokens; None when there are none.
+
+    At least the prompt's last token is left to feed.
+
+    Raises:
+        PromptCacheMismatch: when the file is damaged, of another model, element type, version or kind
+            of cache, or would have to be cut back where its layers cannot.
+    """
+    if not file.exists():
+        return None
+    with _reading(file), safe_open(str(file), framework="pt") as saved:
+        metadata = saved.metadata() or {}
+        _check_metadata(file, metadata, _identity(loaded, options))
+        ids = _saved_ids(file, saved.get_tensor(_IDS))
+        reuse = _common_prefix(ids, prompt_ids[:-1])
+        if reuse == 0:
+            return None
+        cache = make_cache(options, loaded.model, max_tokens)
+        tensors = _saved_layers(saved, len(cache.layers))
+        found = [str(name) for name in json.loads(metadata["layers"])]
+        wanted = [type(layer).__name__ for layer in cache.layers]
+        if found != wanted:
+            raise PromptCacheMismatch(f"{file} is damaged: layers {', '.join(found[:3])}... are not this model's")
+        _check_sizes(file, tensors, len(ids), loaded, options)
+        for layer, parts in zip(cache.layers, tensors, strict=True):
+            _check_cut(file, layer, parts, len(ids), reuse)
+            _fill(layer, {name: part.to(loaded.device) for name, part in parts.items()}, reuse)
+    return cache, ids[:reuse]
+
+
+def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options: CacheOptions) -> None:
+    """Write what the forward has cached to the file, whole or not at all.
+
+    Raises:
+        GenerationFailed: when it cannot be written, or the cache is of a kind that cannot be saved.
+    """
+    ids, cache = list(forward.ids), forward.cache
+    if not ids or not forward.crop(len(ids)):
+        raise GenerationFailed(f"{file} is not written: the run was broken off inside a step")
+    if type(cache) not in WHOLE_CACHES or not all(type(layer) in _SAVED_LAYERS for layer in cache.layers):
+        raise GenerationFailed(f"{file} is not written: {loaded.name} keeps its cache in a way of its own")
+    tensors = {_IDS: torch.tensor(ids, dtype=torch.int64)}
+    for index, layer in enumerate(cache.layers):
+        for name, part in _parts(layer, len(ids)).items():
+            # a copy: tensors that are views of one another cannot be written
+            tensors[f"layers.{index}.{name}"] = part.detach().to("cpu", copy=True).contiguous()
+    layers = json.dumps([type(layer).__name__ for layer in cache.layers])
+    _write(file, tensors, {**_identity(loaded, options), "layers": layers})
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """In a file beside it first, readable by its owner alone, since it holds the prompt."""
+    beside = None
+    try:
+        handle, beside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        os.close(handle)
+        save_file(dict(tensors), beside, metadata=dict(metadata))
+        os.replace(beside, file)
+    except (OSError, SafetensorError) as error:
+        raise GenerationFailed(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        if not file.is_file():
+            raise PromptCacheMismatch(f"{file} is no file")
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise PromptCacheMismatch(f"cannot read the prompt cache {file}: {reason}", hint=_NEW_FILE) from error
+
+
+# Who may use the file
+
+
+def _identity(loaded: LoadedModel, options: CacheOptions) -> dict[str, str]:
+    """What must be the same in the run that writes and the one that reads."""
+    if loaded.folder is None:
+        raise UsageError("a prompt cache needs a model that was loaded from a folder")
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "model": _digest(loaded.folder),
+        "model_name": loaded.name,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "transformers": transformers.__version__,
+        "cache": options.name,
+        "window": str(options.window or ""),
+    }
+
+
+def _check_metadata(file: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    if saved.get("format") != FORMAT:
+        raise PromptCacheMismatch(f"{file} is a safetensors file, but no prompt cache", hint="give another file")
+    names = {name: name.replace("_", " ") for name in here if name != "model_name"}
+    differing = [name for name in names if saved.get(name) != here[name]]
+    if "model" in differing:
+        was = saved.get("model_name", "unknown")
+        other = "another model" if was != here["model_name"] else "other weights of that name"
+        raise PromptCacheMismatch(f"{file} was made with {other} ({was}, this is {here['model_name']})", hint=_NEW_FILE)
+    if differing:
+        parts = (f"{names[name]} {saved.get(name) or 'none'}, here {here[name] or 'none'}" for name in differing)
+        raise PromptCacheMismatch(f"{file} does not fit this run: {'; '.join(parts)}", hint=_NEW_FILE)
+
+
+def _digest(folder: Path) -> str:
+    """Of all files that decide what a token's keys are: config, weights, the checkpoint's own code.
+
+    All bytes of the weights: a fine-tuned model differs from its base in nothing else.
+    """
+    suffixes = {".safetensors", ".bin", ".py"}
+    files = sorted(path for path in folder.iterdir() if path.suffix in suffixes or path.name == "config.json")
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        digests = pool.map(_file_digest, files)
+        whole = hashlib.sha256()
+        for path, digest in zip(files, digests, strict=True):
+            whole.update(f"{path.name}\0{digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# What is in it
+
+
+def _saved_ids(file: Path, tensor: Tensor) -> list[int]:
+    if tensor.dtype is not torch.int64 or tensor.dim() != 1 or not len(tensor):
+        raise PromptCacheMismatch(f"{file} is damaged: its token ids are {tensor.dtype} {tuple(tensor.shape)}")
+    return [int(token_id) for token_id in tensor.tolist()]
+
+
+def _common_prefix(ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
+    longest = min(len(ids), len(prompt_ids))
+    return next((at for at in range(longest) if ids[at] != prompt_ids[at]), longest)
+
+
+def _saved_layers(saved: Any, layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer by their names within it."""
+    tensors: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name in saved.keys():  # noqa: SIM118 - a handle of the file, not a dict
+        if name != _IDS:
+            prefix, index, part = name.split(".", maxsplit=2)
+            if prefix != "layers" or not 0 <= int(index) < layers:
+                raise ValueError(f"it has a tensor {name[:40]!r}")
+            tensors[int(index)][part] = saved.get_tensor(name)
+    return tensors
+
+
+def _check_sizes(
+    file: Path, tensors: Sequence[Mapping[str, Tensor]], tokens: int, loaded: LoadedModel, options: CacheOptions
+) -> None:
+    """Compare the file's tensors with what so many tokens of this model take."""
+    if loaded.kv is None:
+        return
+    kv = replace(loaded.kv, dtype=str(loaded.dtype).removeprefix("torch."))
+    predicted = predict_cache(options, kv, Fed(prompt=(tokens,), steps=0, room=tokens))
+    if predicted is None or len(predicted.layer_bytes) != len(tensors):
+        return
+    for index, (parts, expected) in enumerate(zip(tensors, predicted.layer_bytes, strict=True)):
+        found = sum(part.numel() * part.element_size() for part in parts.values())
+        if found != expected:
+            raise PromptCacheMismatch(
+                f"{file} is damaged: layer {index} has {found} B, {tokens} tokens take {expected}"
+            )
+
+
+def _check_cut(file: Path, layer: Any, tensors: Mapping[str, Tensor], tokens: int, reuse: int) -> None:
+    if "keys" in tensors:
+        keys, values = tensors["keys"], tensors["values"]
+        if any(part.dim() != 4 or part.shape[0] != 1 or part.shape[:3] != keys.shape[:3] for part in (keys, values)):
+            raise PromptCacheMismatch(f"{file} is damaged: keys {tuple(keys.shape)}, values {tuple(values.shape)}")
+    if reuse == tokens:
+        return
+    if type(layer) in _RECURRENT:
+        why = "the state of a recurrent layer cannot go back"
+    elif "keys" in tensors and tensors["keys"].shape[-2] != tokens:
+        why = "what has left a window cannot come back"
+    else:
+        return
+    raise PromptCacheMismatch(
+        f"{file} holds {tokens} tokens, of which this prompt begins with {reuse} only: {why}",
+        hint="go on from the whole text of the run before, or delete the file to begin a new one",
+    )
+
+
+def _parts(layer: Any, tokens: int) -> dict[str, Tensor]:
+    """The tensors of a layer by name, without places that hold no token yet."""
+    parts = {}
+    if type(layer) in (*_GROWING, *_STATIC, *_HYBRID) and layer.is_initialized:
+        if int(layer.get_seq_length()) != tokens:
+            raise GenerationFailed(f"a layer holds {int(layer.get_seq_length())} tokens and not {tokens}")
+        parts = {"keys": layer.keys[..., :tokens, :], "values": layer.values[..., :tokens, :]}
+    if type(layer) in _RECURRENT:
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name)
+            parts.update({f"{name}.{state}": part for state, part in states.items() if part is not None})
+    return parts
+
+
+def _fill(layer: Any, tensors: Mapping[str, Tensor], tokens: int) -> None:
+    """Put the first `tokens` tokens into an empty layer."""
+    if "keys" in tensors:
+        keys, values = (tensors[name][..., :tokens, :] for name in ("keys", "values"))
+        if type(layer) in _STATIC:
+            layer.update(keys, values)
+            if type(layer) in _STATIC_SLIDING:
+                layer.cumulative_length_int = tokens
+        else:
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = tokens
+    for name, update in (("conv_states", "update_conv_state"), ("recurrent_states", "update_recurrent_state")):
+        for key, state in tensors.items():
+            if key.startswith(f"{name}."):
+                getattr(layer, update)(state, state_idx=int(key.removeprefix(f"{name}.")))

@@ -1,0 +1,199 @@
+"""Prompts fed in chunks: the tokens of one pass, and never more in the model at once than a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llminfer.engine.abilities import NOT_CONTINUED, ONE_AT_A_TIME
+from llminfer.engine.forward import DEFAULT_PREFILL_CHUNK, PlainForward, PreparedForward, make_forward, prefill_chunk
+from llminfer.engine.run import generate
+from llminfer.errors import UnsupportedArchitecture
+from llminfer.events import Started, Step
+from llminfer.kv.families import read_model
+from llminfer.kv.footprint import footprint
+from llminfer.params import CacheOptions, StopCriteria
+from tests.engine.test_forward import steps_of
+from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
+
+
+def prompt_of(length: int, vocabulary: int = VOCABULARY) -> list[int]:
+    return torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def tiny(model_type: str) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model(tiny_config(model_type), torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@dataclass
+class Seen:
+    """What went into the model: tokens of each forward, positions whose logits were made."""
+
+    fed: list[int]
+    logits: list[int]
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Seen]:
+    seen = Seen([], [])
+    hooks = [
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.fed.append(inputs[0].shape[1])),
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: seen.logits.append(inputs[0].shape[1])
+        ),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns; views count like the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+CHUNKED = (
+    "llama",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "lfm2_moe",
+    "qwen3_next",
+    "mamba2",
+    "jamba",
+    "deepseek_v3",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+@pytest.mark.parametrize("model_type", CHUNKED)
+def test_chunks_give_the_tokens_of_one_pass(model_type: str, chunk: int) -> None:
+    model, prompt = tiny(model_type), prompt_of(29)  # the windows are of 8 tokens
+    way = type(make_forward(model)._forward)  # type: ignore[attr-defined]
+    whole = [step.token_id for step in steps_of(way(model), prompt, 10)]
+    with watched(model) as seen:
+        forward = make_forward(model, options=CacheOptions(prefill_chunk=chunk))
+        assert [step.token_id for step in steps_of(forward, prompt, 10)] == whole
+    assert seen.fed[: -(-29 // chunk)] == [min(chunk, 29 - start) for start in range(0, 29, chunk)]
+    assert set(seen.logits) == {1}
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "recurrent_gemma", "deepseek_v32"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_takes_a_prompt_in_one_pass_gets_it_so_and_says_why_not(model_type: str) -> None:
+    model, prompt = tiny(model_type), prompt_of(11)
+    assert prefill_chunk(model, CacheOptions()) is None
+    with watched(model) as seen:
+        steps_of(make_forward(model), prompt, 1)
+    assert seen.fed[0] >= len(prompt)
+    with pytest.raises(UnsupportedArchitecture, match="cannot be fed in chunks"):
+        make_forward(model, options=CacheOptions(prefill_chunk=4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["mamba", "recurrent_gemma"])
+def test_what_cannot_take_several_tokens_after_others_takes_them_one_by_one(model_type: str) -> None:
+    model, prompt = tiny(model_type), prompt_of(19)
+    whole = [step.token_id for step in steps_of(make_forward(model), prompt, 6)]
+    forward = make_forward(model)
+    steps_of(forward, prompt[:12], 1)
+    with watched(model) as seen:
+        assert [step.token_id for step in steps_of(forward, prompt[12:], 6)] == whole
+    assert set(seen.fed) == {1}
+
+
+def long_llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 8192,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1 << 16,
+        **options,
+    }
+    config = MistralConfig(**sizes) if "sliding_window" in sizes else LlamaConfig(**sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 256}])
+def test_32k_tokens_are_never_in_the_model_at_once(window: dict[str, int]) -> None:
+    model, tokens = long_llama(**window), 1 << 15
+    prompt = prompt_of(tokens, 8192)
+    forward = make_forward(model)
+    with watched(model) as seen, LargestTensor() as largest:
+        (step,) = steps_of(forward, prompt, 1)
+    assert seen.fed == [DEFAULT_PREFILL_CHUNK] * (tokens // DEFAULT_PREFILL_CHUNK)
+    assert set(seen.logits) == {1}
+    # a mask of a chunk against all, and nothing of [prompt, vocabulary] or [prompt, prompt]
+    assert largest.elements <= DEFAULT_PREFILL_CHUNK * tokens < tokens * 8192
+    kv = read_model(model.config.to_dict(), source="tiny")
+    assert step.kv_bytes == footprint(kv, tokens=tokens, dtype="float32").total_bytes
+
+
+@pytest.mark.slow
+def test_8k_tokens_of_the_real_model_stay_within_the_footprint(smollm: Any) -> None:
+    text = "The quick brown fox jumps over the lazy dog, and then it rests. " * 533
+    events = generate(smollm, text, raw=True, sampling={"temperature": 0}, stop=StopCriteria(max_new_tokens=2))
+    with watched(smollm.model) as seen, LargestTensor() as largest:
+        started, *steps = [event for event in events if isinstance(event, Started | Step)]
+    assert isinstance(started, Started)
+    tokens = len(started.prompt_ids)
+    assert 7800 <= tokens <= 8191
+    assert max(seen.fed) == DEFAULT_PREFILL_CHUNK
+    assert set(seen.logits) == {1}
+    assert largest.elements < tokens * 49152 // 8
+    assert steps[-1].kv_bytes == footprint(smollm.kv, tokens=tokens + 1, dtype="float32").total_bytes
+
+
+# The tables of exceptions are not stale
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(ONE_AT_A_TIME))
+def test_what_is_named_as_an_exception_still_is_one(model_type: str) -> None:
+    model, prompt = tiny(model_type), prompt_of(23)
+    way = PlainForward if type(make_forward(model)._forward) is PlainForward else PreparedForward  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        whole = way(model)(prompt)
+        try:
+            forward = way(model)
+            for start in range(0, 23, 7):
+                logits = forward(prompt[start : start + 7])
+        except Exception:
+            return
+    assert not torch.allclose(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_exceptions_are_types_that_exist() -> None:
+    assert set(NOT_CONTINUED) <= set(ONE_AT_A_TIME) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
