@@ -22,6 +22,7 @@ from llminfer.kv.families import read_model
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,
+    IMAGE_TEXT_TYPES,
     ONE_AFTER_ANOTHER,
     SAMPLED,
     check_batch,
@@ -30,7 +31,7 @@ from tests.parity import (
     new_tokens,
     prepare_for_comparison,
 )
-from tests.tiny_models import tiny_config, tiny_model
+from tests.tiny_models import tiny_config, tiny_image_text_model, tiny_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
 VERSIONS = ("transformers", "torch")
@@ -53,6 +54,10 @@ classes on a CPU, with a prompt within its window and one beyond it. Made by
 {summary}
 """
 
+IMAGE_TEXT = """\
+These are in transformers' image-text mapping and not in the causal one, and continue a text without an
+image, compared with their own `generate()`. Listed are those whose tiny models build without more packages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -70,7 +75,8 @@ def judge(model_type: str) -> Verdict:
     """Run all checks of a type that can run."""
     config = tiny_config(model_type)
     kv = read_model(json.loads(json.dumps(config.to_dict(), default=str)), source=model_type)
-    model = tiny_model(config, torch.float32)
+    build = tiny_image_text_model if model_type in IMAGE_TEXT_TYPES else tiny_model
+    model = build(config, torch.float32)
     prepare_for_comparison(model)
     counts = new_tokens(model_type)
     return Verdict(
@@ -92,15 +98,19 @@ def _word(check: Callable[[], bool | None]) -> str:
     return "one after another" if together is False else "yes"
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
+def page(causal: Sequence[Verdict], image_text: Sequence[Verdict]) -> str:
     """The whole page."""
-    made_with = " and ".join(f"{name} {version(name)}" for name in VERSIONS)
-    lines = [INTRODUCTION.format(versions=made_with, summary=_summary(verdicts))]
-    lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(astuple(verdict)) + " |" for verdict in verdicts]
+    made_with = " and ".join(f"{name} {version(name).partition('+')[0]}" for name in VERSIONS)
+    lines = [INTRODUCTION.format(versions=made_with, summary=_summary(causal)), *_table(causal)]
     lines += ["", "## What does not run", "", *_reasons(CANNOT_RUN)]
     lines += ["", "## What runs one after another", "", *_reasons(ONE_AFTER_ANOTHER)]
+    lines += ["", "## Image-text models", "", IMAGE_TEXT, "", _summary(image_text), "", *_table(image_text)]
     return "\n".join(lines) + "\n"
+
+
+def _table(verdicts: Sequence[Verdict]) -> list[str]:
+    head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    return head + ["| " + " | ".join(astuple(verdict)) + " |" for verdict in verdicts]
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
@@ -124,11 +134,15 @@ def _reasons(table: Any) -> Iterable[str]:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
+    PAGE.write_text(page(_all(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), _all(IMAGE_TEXT_TYPES)), encoding="utf-8")
+
+
+def _all(model_types: Iterable[str]) -> list[Verdict]:
     verdicts = []
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for model_type in model_types:
         print(model_type, file=sys.stderr)
         verdicts.append(Verdict(model_type=model_type) if model_type in CANNOT_RUN else judge(model_type))
-    PAGE.write_text(page(verdicts), encoding="utf-8")
+    return verdicts
 
 
 if __name__ == "__main__":

@@ -69,6 +69,14 @@ ONE_AFTER_ANOTHER = {
     "xlnet": "keeps memories under a name of its own",
     "xlstm": "keeps its state in a cache class of its own",
 }  # fmt: skip
+# image-text types outside the causal mapping whose tiny models build without a network: text is all they are given
+IMAGE_TEXT_TYPES = (
+    "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl", "ernie4_5_vl_moe",
+    "exaone4_5", "glm_ocr", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25",
+    "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
+    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "ovis2", "paddleocr_vl", "paligemma",
+    "qianfan_ocr", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
+)  # fmt: skip
 # its buckets change type when decoding passes the chunk's length, so a short prompt stays within it
 _NO_CROSSING = frozenset({"reformer"})
 
@@ -83,7 +91,7 @@ class NoText:
         return ""
 
 
-def new_tokens(model_type: str) -> tuple[int, int]:
+def new_tokens(model_type: str = "") -> tuple[int, int]:
     """Tokens to generate from the short prompt and from the long one."""
     return (WINDOW - SHORT if model_type in _NO_CROSSING else NEW_TOKENS), NEW_TOKENS // 2
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llminfer.engine.architecture import NOT_ALONE, check_direction, check_inputs, check_model_type, read_architecture
@@ -23,40 +22,32 @@ from llminfer.params import StopCriteria
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,
+    IMAGE_TEXT_TYPES,
     SAMPLED,
     check_batch,
     check_footprint,
     check_tokens,
     expected_tokens,
+    new_tokens,
 )
 from tests.tiny_checkpoints import BOS, byte_level_tokenizer
-from tests.tiny_models import tiny_config
+from tests.tiny_models import tiny_config, tiny_image_text_model
 
-COUNTS = (6, 3)
-# image-text types outside the causal mapping whose tiny models build without a network
 QUICK = ("llava", "qwen2_5_vl", "mistral3", "idefics3", "exaone4_5", "paligemma")
-TYPES = (
-    *QUICK, "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl", "ernie4_5_vl_moe",
-    "glm_ocr", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl",
-    "lighton_ocr", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-    "minimax_m3_vl", "mistral4", "ovis2", "paddleocr_vl", "qianfan_ocr", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2",
-    "smolvlm",
-)  # fmt: skip
 
 
 def types() -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TYPES]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in IMAGE_TEXT_TYPES]
 
 
 @pytest.fixture(scope="module", params=types())
 def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForImageTextToText.from_config(tiny_config(request.param), dtype=torch.float32).eval()
+    return tiny_image_text_model(tiny_config(request.param), torch.float32)
 
 
 def test_text_alone_gives_the_tokens_of_generate(model: Any) -> None:
-    check_tokens(model, GREEDY, COUNTS)
-    check_tokens(model, SAMPLED, COUNTS)
+    check_tokens(model, GREEDY, new_tokens())
+    check_tokens(model, SAMPLED, new_tokens())
 
 
 def test_rows_of_a_batch_get_the_tokens_they_get_alone(model: Any) -> None:
@@ -65,15 +56,13 @@ def test_rows_of_a_batch_get_the_tokens_they_get_alone(model: Any) -> None:
 
 def test_the_cache_is_that_of_the_language_model(model: Any) -> None:
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
-    check_footprint(model, read_model(config, source="tiny"), COUNTS)
+    check_footprint(model, read_model(config, source="tiny"), new_tokens())
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl", "mistral3", "gemma3", "llama4"])
 def test_a_checkpoint_loads_and_continues_a_text(tmp_path: Path, model_type: str) -> None:
     tokenizer = byte_level_tokenizer(chat_template=None)
-    torch.manual_seed(0)
-    saved = AutoModelForImageTextToText.from_config(tiny_config(model_type), dtype=torch.float32)
-    saved.save_pretrained(tmp_path)
+    tiny_image_text_model(tiny_config(model_type), torch.float32).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     loaded = load(inspect_checkpoint(tmp_path), device="cpu")
     # ids beyond the tiny vocabulary: only what the tokenizer makes of control characters stays inside
@@ -115,11 +104,11 @@ def test_what_cannot_is_refused_by_its_config_alone(tmp_path: Path, model_type: 
 
 
 def test_types_that_run_are_not_refused() -> None:
-    for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TYPES):
+    for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *IMAGE_TEXT_TYPES):
         if name not in CANNOT_RUN:
             check_model_type({"model_type": name}, name, trust_remote_code=False)
             check_inputs(tiny_config(name), name)
-    for name in TYPES:
+    for name in IMAGE_TEXT_TYPES:
         check_direction(tiny_config(name), name)
 
 
