@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
-PYTEST_ARGS ?=
+# two workers, each with whole files: tests of one file share the models they load
+PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: demo test lint sweep clean
 

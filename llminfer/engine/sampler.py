@@ -19,6 +19,9 @@ from llminfer.errors import InvalidParams, NonFiniteLogits
 from llminfer.params import SamplingParams
 
 _MASKED = -math.inf
+# top-p looks at so many most likely ids before it sorts them all; a sum this near p is left to the sort
+_NUCLEUS_IDS = 256
+_NUCLEUS_MARGIN = 5e-5
 
 
 class History:
@@ -136,12 +139,34 @@ def top_p(p: float) -> LogitsStep:
     """
 
     def apply(logits: Tensor, history: History) -> Tensor:
+        lowest_kept = _nucleus_edge(logits, p)
+        if lowest_kept is not None:
+            return logits.masked_fill(logits < lowest_kept, _MASKED)
         ascending, order = torch.sort(logits, descending=False)
         removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - p
         removed[..., -1] = False
         return logits.masked_fill(removed.scatter(-1, order, removed), _MASKED)
 
     return apply
+
+
+def _nucleus_edge(logits: Tensor, p: float) -> float | None:
+    """The least logit that top-p keeps, from the most likely ids alone; None where only the full sort can tell.
+
+    Sorting a whole vocabulary takes longer than everything else in a step's sampling. The most likely
+    ids decide as well, unless rounding could move the edge: their sum comes near p at either side of
+    it, it lies beyond them, or ids tie there.
+    """
+    likely = torch.topk(logits[0], min(_NUCLEUS_IDS, logits.shape[-1]))
+    cumulative = (likely.values - logits[0].logsumexp(dim=-1)).double().exp().cumsum(dim=-1)
+    kept = int((cumulative < p).sum().item()) + 1
+    if kept >= len(cumulative):
+        return None
+    edge = cumulative[max(kept - 2, 0) : kept].tolist()
+    lowest_kept, next_logit = likely.values[kept - 1 : kept + 1].tolist()
+    if lowest_kept == next_logit or any(abs(reached - p) < _NUCLEUS_MARGIN for reached in edge):
+        return None
+    return float(lowest_kept)
 
 
 def min_p(p: float) -> LogitsStep:

@@ -80,7 +80,6 @@ def test_the_document_names_the_cache_and_its_bytes(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_cache_is_reported_with_its_bits(run_cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("optimum.quanto")
     folder = save_tiny_checkpoint(tmp_path, tiny_config("llama", vocab_size=300, head_dim=32, num_key_value_heads=2))
     code, out, _ = run_cli("generate", "A prompt", "-m", folder, *RUN, "--json", "--cache", "quantized")
     assert code == 0

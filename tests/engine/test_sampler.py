@@ -58,6 +58,28 @@ def test_top_p_equals_transformers(row: list[float], p: float) -> None:
     assert torch.equal(apply(sampler.top_p(p), logits_of(row)), expected)
 
 
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 20.0])
+def test_top_p_of_a_large_vocabulary_equals_transformers(p: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(int(p * 1e4 + spread * 1e6))
+    for _ in range(10):
+        logits = torch.randn(1, 5000, generator=generator) * spread
+        expected = TopPLogitsWarper(p)(None, logits)
+        assert torch.equal(apply(sampler.top_p(p), logits), expected)
+
+
+def test_top_p_mostly_needs_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts = []
+    sort = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *arguments, **options: sorts.append(1) or sort(*arguments, **options))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        apply(sampler.top_p(0.9), torch.randn(1, 5000, generator=generator) * 5)
+    assert len(sorts) < 10
+    apply(sampler.top_p(0.9), torch.zeros(1, 5000))  # all ids tie, so the sort decides
+    assert sorts
+
+
 @settings(max_examples=150, deadline=None)
 @given(row=rows, p=st.floats(0.001, 1.0))
 def test_min_p_equals_transformers(row: list[float], p: float) -> None:
