@@ -21,7 +21,8 @@ class Started:
     """The run is about to do its first forward.
 
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
-    cannot be predicted or none is kept; `kv_unpredicted` then says why.
+    cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
+    prompt are in the cache from an earlier run and are not fed again.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Started:
     tokenize_s: float
     kv_at_limit: Footprint | None
     kv_unpredicted: str | None = None
+    reused_tokens: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -150,10 +152,10 @@ class Trace:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens over the duration of the first forward."""
+        """Prompt tokens that were fed over the duration of the first forward."""
         if not self.steps or self.started is None or not self.steps[0].forward_s:
             return None
-        return len(self.started.prompt_ids) / self.steps[0].forward_s
+        return (len(self.started.prompt_ids) - self.started.reused_tokens) / self.steps[0].forward_s
 
     def decode_parts_s(self) -> Mapping[str, float]:
         """Where the decode time went, from the first token to the last; the parts add up to `decode_s`."""

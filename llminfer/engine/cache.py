@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 # attributes that say how a cache layer works and hold nothing of the sequence
 _BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length"})
+# layers that keep what single tokens left and nothing else; subclasses say that they can be cropped
+# and leave states of their own behind
+_CROPPABLE = frozenset({DynamicLayer, DynamicSlidingWindowLayer, DummyLayer})
 
 
 def make_dynamic_cache(model: Any) -> Any | None:
@@ -17,6 +21,19 @@ def make_dynamic_cache(model: Any) -> Any | None:
     if not model._supports_default_dynamic_cache():
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def crop_cache(cache: Any, *, length: int, remove: int) -> bool:
+    """Forget the newest `remove` tokens, so that `length` stay; False when that cannot be, and the cache is spoilt."""
+    if not remove:
+        return True
+    if not isinstance(cache, Cache) or any(type(layer) not in _CROPPABLE for layer in cache.layers):
+        return False
+    try:
+        cache.crop(-remove)
+    except RuntimeError:  # a window that has moved on no longer has what came before it
+        return False
+    return bool(cache.get_seq_length() == length)
 
 
 def cache_bytes(cache: object) -> int:

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from llminfer.engine.cache import cache_bytes, make_dynamic_cache
+from llminfer.engine.cache import cache_bytes, crop_cache, make_dynamic_cache
 
 # where models put what they cache: most under the first, some under names of their own
 _CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+# what a prepared model is given again at each step, of which the first two alone follow the sequence
+_CARRIED = frozenset({"cache", "position_ids", "use_cache", "logits_to_keep"})
 
 
 class Forward(Protocol):
@@ -44,6 +46,10 @@ class Forward(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about how the model was run."""
+        ...
+
+    def crop(self, length: int) -> bool:
+        """Keep only the first `length` ids; False when that cannot be done, and the forward is then spoilt."""
         ...
 
 
@@ -88,6 +94,10 @@ class UncachedForward:
             arguments["position_ids"] = _positions(self._ids, 0)
         return _last_logits(self._model(input_ids=self._ids, **arguments))
 
+    def crop(self, length: int) -> bool:
+        self._ids = None if self._ids is None else self._ids[:, :length]
+        return True
+
 
 class PlainForward:
     """Feeds the new ids and their positions; keys and values of the others come from the cache."""
@@ -116,6 +126,12 @@ class PlainForward:
             return self._uncached(new_ids)
         self._length += len(new_ids)
         return _last_logits(outputs)
+
+    def crop(self, length: int) -> bool:
+        if self._uncached is not None:
+            return self._uncached.crop(length)
+        remove, self._length = self._length - length, length
+        return crop_cache(self._cache, length=length, remove=remove)
 
     @property
     def cache(self) -> Any:
@@ -153,6 +169,8 @@ class PreparedForward:
         self._ids = _append(self._ids, new_ids, self._model.device)
         if first and "position_ids" in forward_parameters(self._model):
             self._kwargs["position_ids"] = self._model._prepare_position_ids_for_generation(self._ids, self._kwargs)
+        elif self._kwargs.get("position_ids") is not None:
+            self._kwargs["position_ids"] = _extended(self._kwargs["position_ids"], self._ids.shape[-1])
         inputs = self._model.prepare_inputs_for_generation(
             self._ids,
             next_sequence_length=None if first else len(new_ids),
@@ -168,6 +186,16 @@ class PreparedForward:
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
         return _last_logits(outputs)
+
+    def crop(self, length: int) -> bool:
+        if self._uncached is not None:
+            return self._uncached.crop(length)
+        if self._ids is None or self._kwargs.keys() - _CARRIED:
+            return False  # what else a model carries from step to step cannot be taken back from outside
+        remove, self._ids = self._ids.shape[-1] - length, self._ids[:, :length]
+        if self._kwargs.get("position_ids") is not None:
+            self._kwargs["position_ids"] = self._kwargs["position_ids"][..., :length]
+        return crop_cache(self._cache, length=length, remove=remove)
 
     @property
     def cache(self) -> Any:
@@ -202,6 +230,15 @@ def _append(ids: Tensor | None, new_ids: Sequence[int], device: torch.device) ->
 
 def _positions(ids: Tensor, start: int) -> Tensor:
     return torch.arange(start, start + ids.shape[-1], device=ids.device).unsqueeze(0)
+
+
+def _extended(positions: Tensor, length: int) -> Tensor:
+    """The positions of `length` tokens, of which the first are known; the last dimension runs over the tokens."""
+    missing = length - positions.shape[-1]
+    if missing <= 0:
+        return positions
+    steps = torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
+    return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 
 def _last_logits(outputs: Any) -> Tensor:

@@ -15,9 +15,11 @@ from llminfer.events import Finished, FinishReason, Step
 
 @torch.inference_mode()
 def decode(
-    forward: Forward, sample: Sampler, output: Output, clock: Clock, *, prompt_ids: Sequence[int]
+    forward: Forward, sample: Sampler, output: Output, clock: Clock, *, prompt_ids: Sequence[int], cached: int = 0
 ) -> Generator[Step, None, Finished]:
     """Yield a `Step` for each generated token and return a `Finished`, whatever ends the run.
+
+    `prompt_ids` are what is fed, on top of `cached` tokens that the forward's cache holds already.
 
     An interrupt may come during a forward or be thrown in at a yield, and a forward may fail; both
     end in a `Finished` that carries what was still held back.
@@ -46,7 +48,7 @@ def decode(
                 sampling_s=sampling_s,
                 text_s=text_s,
                 at_s=clock.elapsed(),
-                cached_tokens=len(prompt_ids) + index,  # the newest token is not cached yet
+                cached_tokens=cached + len(prompt_ids) + index,  # the newest token is not cached yet
                 kv_bytes=forward.kv_bytes,
             )
             clock.lap()  # making the record is in no part of a step, so it shows as unaccounted
@@ -62,6 +64,6 @@ def decode(
         text=text,
         detail=output.detail,
         error=error,
-        cached_tokens=max(len(prompt_ids) + output.count - 1, 0),
+        cached_tokens=max(cached + len(prompt_ids) + output.count - 1, 0),
         notes=forward.notes,
     )

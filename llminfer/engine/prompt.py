@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,37 @@ def encode_prompt(tokenizer: Any, text: str, *, system: str | None = None, raw: 
         reason = "--raw leaves the chat template out" if raw else "this model has no chat template"
         raise UsageError(f"a system message needs a chat template, and {reason}", hint="drop --system")
     ids = _chat_ids(tokenizer, text, system) if chat else list(tokenizer(text)["input_ids"])
+    return _prompt(tokenizer, ids, notes=_forged(tokenizer, text, system) if chat else ())
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    """Encode a whole conversation through the chat template, up to where the next answer begins.
+
+    The notes are about the newest message alone, since earlier ones had theirs.
+
+    Raises:
+        UsageError: for a tokenizer without a template, a template that refuses the messages, or a
+            conversation without any token.
+    """
+    if not tokenizer.chat_template:
+        raise UsageError("this model has no chat template", hint='try: llminfer generate --raw "Once upon a time"')
+    try:
+        ids = _template_ids(tokenizer, messages)
+    except TemplateError as error:
+        reason = error.message or type(error).__name__
+        raise UsageError(f"the model's chat template refused the conversation: {reason}") from error
+    except (TypeError, ValueError) as error:  # what a template's own expressions raise
+        raise LlminferError(f"the model's chat template failed: {error}") from error
+    return _prompt(tokenizer, ids, notes=_forged(tokenizer, messages[-1]["content"]) if messages else ())
+
+
+def _prompt(tokenizer: Any, ids: list[int], *, notes: tuple[str, ...]) -> Prompt:
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     if not ids:
         raise UsageError("the prompt is empty", hint="give some text")
-    return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=_forged(tokenizer, text, system) if chat else ())
+    return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=notes)
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +94,7 @@ def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     try:
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        return _template_ids(tokenizer, messages)
     except TemplateError as error:
         culprit = "--system" if system is not None else "the prompt"
         raise UsageError(
@@ -80,7 +105,14 @@ def _chat_ids(tokenizer: Any, text: str, system: str | None) -> list[int]:
         raise LlminferError(
             f"the model's chat template failed: {error}", hint="--raw leaves the template out"
         ) from error
-    return list(ids)
+
+
+def _template_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    return list(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    )
 
 
 def _forged(tokenizer: Any, *texts: str | None) -> tuple[str, ...]:

@@ -134,7 +134,38 @@ def generate(
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
-    limit, limit_reason = _token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
+    return run_prompt(
+        loaded,
+        prompt,
+        sampling=params,
+        notes=sampling_notes,
+        stop=stop,
+        cache=cache,
+        clock=clock,
+        tokenize_s=tokenize_s,
+        forward=make_cached_forward(loaded, cache),
+    )
+
+
+def run_prompt(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    *,
+    sampling: SamplingParams,
+    notes: tuple[str, ...],
+    stop: StopCriteria,
+    cache: str,
+    clock: Clock,
+    tokenize_s: float,
+    forward: Forward,
+    reused: int = 0,
+) -> Generator[Event, None, None]:
+    """The events of an encoded prompt, whose first `reused` tokens the forward's cache holds already.
+
+    Raises:
+        UsageError: before the first event, for a prompt longer than the context.
+    """
+    limit, limit_reason = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
     started = Started(
         model=loaded.name,
         device=str(loaded.device),
@@ -144,7 +175,7 @@ def generate(
         cache=cache,
         prompt_ids=prompt.ids,
         prompt_text=prompt.text,
-        sampling=params,
+        sampling=sampling,
         stop=stop,
         eos_ids=tuple(sorted(loaded.eos_ids)),
         context_limit=loaded.context_limit,
@@ -152,9 +183,10 @@ def generate(
         tokenize_s=tokenize_s,
         kv_at_limit=_predict(loaded, len(prompt.ids) + limit - 1, cache),
         kv_unpredicted="no cache is kept" if cache == "none" else loaded.kv_unpredicted,
-        notes=(*loaded.notes, *sampling_notes, *prompt.notes),
+        reused_tokens=reused,
+        notes=(*loaded.notes, *notes, *prompt.notes),
     )
-    return _events(loaded, prompt, started, (limit, limit_reason), clock, _make_forward(loaded, cache))
+    return _events(loaded, prompt, started, (limit, limit_reason), clock, forward)
 
 
 def _events(
@@ -182,7 +214,8 @@ def _events(
         make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
         output,
         clock,
-        prompt_ids=prompt.ids,
+        prompt_ids=prompt.ids[started.reused_tokens :],
+        cached=started.reused_tokens,
     )
     yield replace(
         finished,
@@ -191,7 +224,12 @@ def _events(
     )
 
 
-def _make_forward(loaded: LoadedModel, cache: str) -> Forward:
+def make_cached_forward(loaded: LoadedModel, cache: str) -> Forward:
+    """The forward for a loaded model and one of `CACHES`.
+
+    Raises:
+        GenerationFailed: for a model whose cache cannot be made.
+    """
     try:
         return make_forward(loaded.model, cached=cache != "none")
     except Exception as error:
@@ -205,11 +243,14 @@ def token_text(tokenizer: Any, token_id: int) -> str:
     return f" {text}" if token and token.startswith("▁") and not text.startswith(" ") else text
 
 
-def _token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -> tuple[int, FinishReason]:
+def token_limit(prompt_tokens: int, max_new_tokens: int, context: int | None) -> tuple[int, FinishReason]:
     """The most tokens to generate, and why no more.
 
     A model with a context of C is fed C tokens at most; the last one generated is not fed again,
     so prompt + generated − 1 ≤ C.
+
+    Raises:
+        UsageError: for a prompt longer than the context.
     """
     if context is None:
         return max_new_tokens, "length"

@@ -39,7 +39,7 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
     yield _line("model", *_model_parts(started))
     before = {**startup_s, "tokenize": started.tokenize_s}
     yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
-    yield from _speed_lines(trace, len(started.prompt_ids))
+    yield from _speed_lines(trace, started)
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
     yield _line("sampler", *_sampler_parts(started.sampling))
     yield from _cache_lines(trace, started, finished)
@@ -59,11 +59,13 @@ def _model_parts(started: Started) -> Iterator[str]:
         yield f"{started.threads} thread{'s' if started.threads != 1 else ''}"
 
 
-def _speed_lines(trace: Trace, prompt_tokens: int) -> Iterator[Text]:
+def _speed_lines(trace: Trace, started: Started) -> Iterator[Text]:
     if not trace.steps or trace.ttft_s is None:
         return
     first = trace.steps[0]
-    prefill = [f"{prompt_tokens} tokens in {format_seconds(first.forward_s)}"]
+    prefill = [f"{len(started.prompt_ids) - started.reused_tokens} tokens in {format_seconds(first.forward_s)}"]
+    if started.reused_tokens:
+        prefill[0] += f", after {started.reused_tokens} reused"
     if trace.prefill_tokens_per_s:
         prefill.append(f"{trace.prefill_tokens_per_s:.1f} tokens/s")
     yield _line("prefill", *prefill, f"TTFT {format_seconds(trace.ttft_s)}")
