@@ -7,6 +7,7 @@ is tried once on a handful of tokens, and what a handful cannot show is known by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -19,8 +20,10 @@ from transformers.cache_utils import DynamicIndexedLayer
 from llminfer.engine.forward import Forward, make_forward
 
 _HEAD, _TAIL = 5, 3
-# of the logits' own spread; a lost state shows far above, rounding stays far below
-_EXACT, _ROUNDED = 1e-3, 0.1
+# in units of the logits' spread. How far single tokens are apart is rounding, as long as it is little; a lost
+# state may be little too, but it is far above the rounding
+_LITTLE, _LITTLE_IN_SHORT_TYPES = 1e-3, 0.2
+_ROUNDING, _TIMES_ROUNDING = 1e-5, 3
 _MASKED_BELOW = 50.0
 
 
@@ -43,15 +46,13 @@ def try_continuation(model: Any, ids: Sequence[int]) -> Continuation:
             return Continuation.NEVER
     except Exception:  # the run itself will meet it and say so
         return Continuation.NEVER
-    for way in (Continuation.TOGETHER, Continuation.ONE_BY_ONE):
-        try:
-            forward = make_forward(model, cached=True)
-            forward(few[:_HEAD])
-            if _agree(feed(forward, few[_HEAD:], way), expected):
-                return way
-        except Exception:  # a model that cannot be fed this way may say so in any manner
-            continue
-    return Continuation.NEVER
+    limit = _LITTLE if expected.dtype == torch.float32 else _LITTLE_IN_SHORT_TYPES
+    one_by_one = _apart(model, few, Continuation.ONE_BY_ONE, expected)
+    if not one_by_one <= limit:  # then no answer goes on from its own prompt exactly
+        return Continuation.NEVER
+    together = _apart(model, few, Continuation.TOGETHER, expected)
+    same = together <= max(_ROUNDING, _TIMES_ROUNDING * one_by_one)
+    return Continuation.TOGETHER if same else Continuation.ONE_BY_ONE
 
 
 def feed(forward: Forward, new_ids: Sequence[int], way: Continuation) -> Tensor:
@@ -90,9 +91,15 @@ def _selects_keys(cache: Any) -> bool:
     return isinstance(cache, Cache) and any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers)
 
 
-def _agree(ours: Tensor, expected: Tensor) -> bool:
-    limit = _EXACT if expected.dtype == torch.float32 else _ROUNDED
-    ours, expected = ours.float(), expected.float()
+def _apart(model: Any, ids: Sequence[int], way: Continuation, expected: Tensor) -> float:
+    """How far the logits after a continuation are from those expected, in units of their spread."""
+    try:
+        forward = make_forward(model, cached=True)
+        forward(ids[:_HEAD])
+        ours = feed(forward, ids[_HEAD:], way).float()
+    except Exception:  # a model that cannot be fed this way may say so in any manner
+        return math.inf
+    expected = expected.float()
     possible = expected > expected.max() - _MASKED_BELOW  # ids that a model rules out would hide all other differences
-    difference, spread = (ours - expected)[possible].norm(), (expected - expected[possible].mean())[possible].norm()
-    return bool(difference <= limit * spread)
+    spread = (expected - expected[possible].mean())[possible].norm()
+    return float((ours - expected)[possible].norm() / spread)
