@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import os
-import signal
 import sys
-import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
-from llminfer.params import CACHES, DEVICE, DTYPES, SAMPLING_RANGES, SamplingParams, StopCriteria, check_range
+from llminfer.cli import options
+from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model
+from llminfer.cli.options import check_flags
+from llminfer.cli.stream import stream, write_text
+from llminfer.errors import LlminferError, UsageError
+from llminfer.params import CACHES, StopCriteria
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from llminfer.engine.load import LoadedModel
-    from llminfer.events import Event, Trace
+    from llminfer.events import Trace
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -35,76 +31,31 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            envvar="LLMINFER_MODEL",
-            metavar="MODEL",
-            help="A folder, a .gguf file or a Hub id. Without it, the built-in SmolLM2-135M-Instruct.",
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", metavar="REV", help="The revision of a Hub model.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="Take the tokenizer from another folder.")
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message, for chat models.")
-    ] = None,
+    model: options.ModelName = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens, EOS included.")
-    ] = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", metavar="T", help="Divides the logits; 0 takes the most likely token."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens; 0 keeps all.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Keep the most likely tokens that reach probability P together."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Seed of the draws; without it a random one, reported.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
-    cache: Annotated[
-        str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
-    ] = "dynamic",
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    cache: options.Cache = "dynamic",
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
+    quiet: options.Quiet = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output in place of the text.")
     ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    debug: options.Debug = False,
 ) -> int:
     """Continue a prompt, stream the text, and show what every step cost.
 
@@ -118,17 +69,23 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
+    output = _Output(steps=steps, quiet=quiet, json=json_output)
     request = _Request(
         flags=flags,
         system=system,
         raw=raw,
         cache=cache,
-        device=device,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-        output=_Output(steps=steps, quiet=quiet, json=json_output),
+        choice=ModelChoice(
+            model=model,
+            revision=revision,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+            talks=output.talks,
+        ),
+        output=output,
     )
     try:
         check_flags(flags, max_new_tokens)
@@ -138,7 +95,7 @@ def generate(
             stop=StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos),
             text=read_prompt(prompt, prompt_file),
         )
-        return _run(request, model, revision, debug=debug)
+        return _run(request, debug=debug)
     except LlminferError as error:
         if json_output and not debug:
             from llminfer.render.document import error_document, to_json
@@ -165,40 +122,15 @@ class _Request:
     system: str | None
     raw: bool
     cache: str
-    device: str
-    dtype: str
-    tokenizer: Path | None
-    allow_pickle: bool
-    trust_remote_code: bool
+    choice: ModelChoice
     output: _Output
     stop: StopCriteria = field(default_factory=StopCriteria)
     text: str = ""
 
 
-def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
-    """Refuse values out of range by the flag's own name, before anything is loaded.
-
-    Raises:
-        InvalidParams: naming the flag and its range.
-    """
-    for name, (low, high) in SAMPLING_RANGES.items():
-        value = flags.get(name)
-        if value is not None:
-            check_range(f"--{name.replace('_', '-')}", value, low, high)
-    SamplingParams(**cast(dict[str, Any], {name: value for name, value in flags.items() if value is not None}))
-    check_range("--max-new-tokens", max_new_tokens, 1, math.inf)
-
-
 def _check_choices(request: _Request) -> None:
-    choices = {
-        "--dtype": (request.dtype, DTYPES),
-        "--cache": (request.cache, CACHES),
-    }
-    if not DEVICE.fullmatch(request.device):
-        raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
-    for flag, (value, known) in choices.items():
-        if value not in known:
-            raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
+    check_choice(request.choice)
+    check_known("--cache", request.cache, CACHES)
     if request.output.json and request.output.steps:
         raise UsageError("--json holds all steps already", hint="drop --steps")
 
@@ -246,9 +178,9 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _run(request: _Request, model: str | None, revision: str | None, *, debug: bool) -> int:
+def _run(request: _Request, *, debug: bool) -> int:
     startup_s: dict[str, float] = {}
-    loaded = _load(request, model, revision, startup_s)
+    loaded = load_model(request.choice, startup_s)
     from llminfer.engine.run import generate as generate_events
 
     events = generate_events(
@@ -260,139 +192,10 @@ def _run(request: _Request, model: str | None, revision: str | None, *, debug: b
         raw=request.raw,
         cache=request.cache,
     )
-    trace = _stream(events, request.output)
+    trace = stream(events, announce=request.output.talks, show_text=not request.output.json)
+    if not request.output.json and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
+        write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
-
-
-def _load(request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]) -> LoadedModel:
-    """Find the model, convert it when it is a GGUF file, and load it; note how long each took."""
-    from llminfer.engine.checkpoint import inspect_checkpoint
-
-    name, folder = _find_folder(request, model, revision, startup_s)
-    checkpoint = inspect_checkpoint(
-        folder,
-        tokenizer=request.tokenizer,
-        allow_pickle=request.allow_pickle,
-        trust_remote_code=request.trust_remote_code,
-    )
-    with _status(f"loading {name}", request.output):
-        with _timed("import", startup_s):
-            from llminfer.engine.load import load
-        with _timed("load", startup_s):
-            return load(
-                checkpoint,
-                name=name,
-                device=request.device,
-                dtype=request.dtype,
-                trust_remote_code=request.trust_remote_code,
-            )
-
-
-def _find_folder(
-    request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]
-) -> tuple[str, Path]:
-    """The model's name and its checkpoint folder."""
-    from llminfer.engine.reference import fetch_from_hub, find_reference
-
-    if model is None:
-        from llminfer.engine import default_model
-
-        path = default_model.find_default_model()
-        if path is None:
-            raise ModelNotAvailable(
-                "no --model, and the built-in model is not installed", hint=default_model.DEFAULT_MODEL_INSTALL_COMMAND
-            )
-        defaults = default_model.DEFAULT_GENERATION
-        return default_model.DEFAULT_MODEL_NAME, _convert(path, request.output, startup_s, defaults)
-    reference = find_reference(model, revision=revision)
-    if reference.kind == "hub" or reference.path is None:
-        with _timed("fetch", startup_s):
-            return model, fetch_from_hub(
-                reference,
-                allow_pickle=request.allow_pickle,
-                code=request.trust_remote_code,
-                progress=request.output.talks and sys.stderr.isatty(),
-            )
-    if revision is not None:
-        raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
-    if reference.kind == "gguf":
-        return reference.path.stem, _convert(reference.path, request.output, startup_s, None)
-    return reference.path.resolve().name, reference.path
-
-
-def _convert(
-    path: Path, output: _Output, startup_s: dict[str, float], generation_defaults: Mapping[str, object] | None
-) -> Path:
-    """The checkpoint of a GGUF file: found in the cache, else converted, with a bar on standard error."""
-    from llminfer.engine.checkpoint_cache import cached_checkpoint
-
-    folder = cached_checkpoint(path, generation_defaults=generation_defaults)
-    if folder is not None:
-        return folder
-    from llminfer.render.progress import progress_bar
-
-    with progress_bar(f"converting {path.name}, once", shown=output.talks) as advance:
-        with _timed("import", startup_s):
-            from llminfer.engine.gguf import checkpoint_for_gguf
-        with _timed("convert", startup_s):
-            return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
-
-
-def _stream(events: Generator[Event, None, None], output: _Output) -> Trace:
-    """Write the text as it comes, until the run has ended or was interrupted."""
-    from llminfer.events import Finished, Started, Step, Trace
-    from llminfer.render.summary import started_line
-
-    trace = Trace()
-    with _interrupts() as interrupt:
-        event: Event | None = next(events)
-        while event is not None:
-            trace.add(event)
-            if isinstance(event, Started) and output.talks:
-                print(started_line(event), file=sys.stderr, flush=True)
-            if isinstance(event, Step | Finished) and not output.json:
-                _write_text(event.text)
-            interrupt.may_wait = isinstance(event, Step)
-            if isinstance(event, Finished):
-                break
-            event = events.throw(KeyboardInterrupt()) if interrupt.pending else next(events, None)
-    if not output.json and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
-        _write_text("\n")
-    return trace
-
-
-def _write_text(text: str) -> None:
-    """Text to standard output byte for byte, at once."""
-    if text:
-        sys.stdout.buffer.write(text.encode("utf-8"))
-        sys.stdout.buffer.flush()
-
-
-@dataclass(slots=True)
-class _Interrupt:
-    pending: bool = False
-    may_wait: bool = False
-
-
-@contextmanager
-def _interrupts() -> Iterator[_Interrupt]:
-    """Ctrl-C ends the run after the step that is under way, so that no token is lost; a second one at once."""
-    state = _Interrupt()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if state.pending or not state.may_wait:
-            raise KeyboardInterrupt
-        state.pending = True
-
-    try:
-        previous = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread: whoever runs us there decides
-        yield state
-        return
-    try:
-        yield state
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, debug: bool) -> int:
@@ -421,22 +224,3 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
             raise finished.error
         return report(finished.error)
     return _INTERRUPTED_EXIT_CODE if finished.reason == "interrupted" else 0
-
-
-@contextmanager
-def _timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
-    start_s = time.perf_counter()
-    yield
-    startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
-
-
-@contextmanager
-def _status(text: str, output: _Output) -> Iterator[None]:
-    """A line on the terminal while something is under way, gone afterwards."""
-    if not output.talks or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield
-        return
-    from llminfer.render.console import make_console
-
-    with make_console(sys.stderr).status(text):
-        yield
