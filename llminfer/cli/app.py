@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from llminfer import __version__
+from llminfer.cli.chat import chat
 from llminfer.cli.generate import generate
 from llminfer.errors import LlminferError
 
@@ -60,7 +61,7 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-COMMANDS = {"generate": generate}
+COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "chat": chat}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

@@ -141,7 +141,7 @@ class Conversation:
     def _record(self, asked: tuple[Message, ...], events: Generator[Event, None, None]) -> Generator[Event, None, None]:
         """Pass the events on, and keep what was said however they end."""
         said: list[str] = []
-        reason: FinishReason = "interrupted"
+        reason: FinishReason | None = None
         try:
             event = next(events, None)
             while event is not None:
@@ -149,6 +149,7 @@ class Conversation:
                     said.append(event.text)
                 if isinstance(event, Finished):
                     reason = event.reason
+                    self._keep(asked, "".join(said), reason)
                 try:
                     yield event
                 except KeyboardInterrupt as interrupt:
@@ -156,9 +157,12 @@ class Conversation:
                 else:
                     event = next(events, None)
         finally:
-            text = "".join(said)
-            if text or reason not in ("interrupted", "error"):
-                self.messages = (*asked, Message(role="assistant", content=text))
+            if reason is None:  # the reader left
+                self._keep(asked, "".join(said), "interrupted")
+
+    def _keep(self, asked: tuple[Message, ...], text: str, reason: FinishReason) -> None:
+        if text or reason not in ("interrupted", "error"):
+            self.messages = (*asked, Message(role="assistant", content=text))
 
 
 class _RememberingForward:
