@@ -29,6 +29,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }
 HEAVY = {"torch", "transformers", "numpy"}
+# only a chat on a terminal needs it
+TERMINAL = {"prompt_toolkit"}
 
 
 def place_of(module: str) -> str:
@@ -90,12 +92,18 @@ def modules_after(arguments: list[str], stdin: str = "") -> tuple[int, set[str],
         (["generate", "hi", "--dtype", "banana"], 2),
         (["generate", "hi", "-m", "/no/such/model"], 3),
         (["generate"], 2),
+        (["chat", "--help"], 0),
+        (["chat", "--temperature", "nan"], 2),
+        (["chat", "--device", "banana"], 2),
+        (["chat", "--load", "/no/such/file"], 2),
+        (["chat", "--load", "x", "--system", "y"], 2),
+        (["chat", "-m", "/no/such/model"], 3),
     ],
 )
 def test_help_and_refusals_import_nothing_heavy(arguments: list[str], expected: int) -> None:
     exit_code, modules, _, err = modules_after(arguments)
     assert exit_code == expected
-    assert not modules & HEAVY
+    assert not modules & (HEAVY | TERMINAL)
     assert "Traceback" not in err
     if expected:
         assert err.startswith("error: ")

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from llminfer import __version__
+from llminfer.cli.chat import chat
 from llminfer.cli.generate import generate
 from llminfer.cli.kv_size import kv_size
 from llminfer.errors import LlminferError
@@ -61,7 +62,7 @@ def options(
     """Run a language model token by token and see what every step costs, down to the byte of the KV cache."""
 
 
-COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "kv-size": kv_size}
+COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "chat": chat, "kv-size": kv_size}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import sys
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from llminfer.cli import options
+from llminfer.cli.loading import ModelChoice, check_choice, load_model
+from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
-from llminfer.errors import InvalidParams, LlminferError, ModelNotAvailable, UsageError
+from llminfer.cli.stream import interrupts, stream, text_of, write_text
+from llminfer.errors import InvalidParams, LlminferError, UsageError
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import (
-    DEFAULT_KV_BITS,
-    DEVICE,
-    DTYPES,
-    MAX_BIAS,
-    SAMPLING_RANGES,
-    CacheOptions,
-    SamplingParams,
-    StopCriteria,
-    check_range,
-)
+from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, StopCriteria, check_range
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from llminfer.engine.load import LoadedModel
-    from llminfer.events import Event, Finished, Step, Trace
+    from llminfer.events import Finished, Step, Trace
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -47,50 +35,17 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            envvar="LLMINFER_MODEL",
-            metavar="MODEL",
-            help="A folder, a .gguf file or a Hub id. Without it, the built-in SmolLM2-135M-Instruct.",
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", metavar="REV", help="The revision of a Hub model.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="Take the tokenizer from another folder.")
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message, for chat models.")
-    ] = None,
+    model: options.ModelName = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens, EOS included.")
-    ] = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", metavar="T", help="Divides the logits; 0 takes the most likely token."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens; 0 keeps all.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Keep the most likely tokens that reach probability P together."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."
-        ),
-    ] = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     typical_p: Annotated[
         float | None,
         typer.Option("--typical-p", metavar="P", help="Keep tokens of typical surprise that reach probability P."),
@@ -116,13 +71,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", metavar="K", help="The K most likely tokens of each step, in --json.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Seed of the draws; without it a random one, reported.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")] = False,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
     max_time: Annotated[
         float | None, typer.Option("--max-time", metavar="SECONDS", help="End after the token at which time is up.")
     ] = None,
@@ -147,10 +98,8 @@ def generate(
     print_token_ids: Annotated[
         bool, typer.Option("--print-token-ids", help="Token ids, one a line, in place of the text.")
     ] = False,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     cache: Annotated[
         str,
         typer.Option(
@@ -173,17 +122,13 @@ def generate(
         typer.Option("--prompt-cache", metavar="FILE", help="Reuse the tokens in this file, and save the cache there."),
     ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
+    quiet: options.Quiet = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output in place of the text.")
     ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    debug: options.Debug = False,
 ) -> int:
     """Continue a prompt, stream the text, and show what every step cost.
 
@@ -208,11 +153,16 @@ def generate(
         flags=flags,
         system=system,
         raw=raw,
-        device=device,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
+        choice=ModelChoice(
+            model=model,
+            revision=revision,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+            talks=not quiet and not json_output,
+        ),
         output=_Output(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
         bad_words=tuple(bad_words or ()),
         num_samples=num_samples,
@@ -233,8 +183,8 @@ def generate(
         )
         if many.file is not None:
             many.check(given_prompt=prompt is not None or prompt_file is not None)
-            return _run_many(request, model, revision)
-        return _run(replace(request, text=read_prompt(prompt, prompt_file)), model, revision, debug=debug)
+            return _run_many(request)
+        return _run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
     except LlminferError as error:
         if json_output and not debug:
             from llminfer.render.document import error_document, to_json
@@ -262,11 +212,7 @@ class _Request:
     flags: Mapping[str, Any]
     system: str | None
     raw: bool
-    device: str
-    dtype: str
-    tokenizer: Path | None
-    allow_pickle: bool
-    trust_remote_code: bool
+    choice: ModelChoice
     output: _Output
     bad_words: tuple[str, ...]
     num_samples: int
@@ -274,20 +220,6 @@ class _Request:
     caching: CacheOptions = field(default_factory=CacheOptions)
     stop: StopCriteria = field(default_factory=StopCriteria)
     text: str = ""
-
-
-def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
-    """Refuse values out of range by the flag's own name, before anything is loaded.
-
-    Raises:
-        InvalidParams: naming the flag and its range.
-    """
-    for name, (low, high) in SAMPLING_RANGES.items():
-        value = flags.get(name)
-        if value is not None:
-            check_range(f"--{name.replace('_', '-')}", value, low, high)
-    SamplingParams(**cast(dict[str, Any], {name: value for name, value in flags.items() if value is not None}))
-    check_range("--max-new-tokens", max_new_tokens, 1, math.inf)
 
 
 def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
@@ -309,14 +241,7 @@ def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
 
 
 def _check_choices(request: _Request) -> None:
-    choices = {
-        "--dtype": (request.dtype, DTYPES),
-    }
-    if not DEVICE.fullmatch(request.device):
-        raise UsageError(f"--device {request.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
-    for flag, (value, known) in choices.items():
-        if value not in known:
-            raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
+    check_choice(request.choice)
     output = request.output
     check_range("--num-samples", request.num_samples, 1, 1024)
     contradictions = {
@@ -396,9 +321,9 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _run(request: _Request, model: str | None, revision: str | None, *, debug: bool) -> int:
+def _run(request: _Request, *, debug: bool) -> int:
     startup_s: dict[str, float] = {}
-    loaded = _load(request, model, revision, startup_s)
+    loaded = load_model(request.choice, startup_s, cache=request.caching)
     if request.num_samples > 1:
         return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
@@ -414,9 +339,18 @@ def _run(request: _Request, model: str | None, revision: str | None, *, debug: b
         cache=request.caching,
     )
     if request.output.echo:
-        _write_text(request.text)
-    trace = _stream(events, request.output)
+        write_text(request.text)
+    output = request.output
+    shown = None if output.json else _id_line if output.token_ids else text_of
+    trace = stream(events, announce=output.talks, show=shown)
+    if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
+        write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
+
+
+def _id_line(event: Step | Finished) -> str:
+    token_id = getattr(event, "token_id", None)
+    return "" if token_id is None else f"{token_id}\n"
 
 
 def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
@@ -443,7 +377,7 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
             seed, reason = trace.started.sampling.seed, trace.finished.reason
             print(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}", file=sys.stderr, flush=True)
         shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
-        _write_text((request.text if request.output.echo else "") + shown + "\n")
+        write_text((request.text if request.output.echo else "") + shown + "\n")
     if request.output.talks:
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
         print(
@@ -454,7 +388,7 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
     return _INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
 
 
-def _run_many(request: _Request, model: str | None, revision: str | None) -> int:
+def _run_many(request: _Request) -> int:
     from llminfer.cli.prompts import write_results
     from llminfer.engine.many import BatchPeak, run_jobs
 
@@ -464,7 +398,7 @@ def _run_many(request: _Request, model: str | None, revision: str | None) -> int
             print(f"nothing to do: {request.many.output} has every line", file=sys.stderr)
         return 0
     startup_s: dict[str, float] = {}
-    loaded = _load(request, model, revision, startup_s)
+    loaded = load_model(request.choice, startup_s, cache=request.caching)
     peak = BatchPeak()
     results = run_jobs(
         loaded,
@@ -476,159 +410,10 @@ def _run_many(request: _Request, model: str | None, revision: str | None) -> int
         batch_size=request.many.batch_size,
         peak=peak,
     )
-    with _interrupts() as interrupt:
+    with interrupts() as interrupt:
         interrupt.may_wait = True
         lines = [job.line for job in jobs]
         return write_results(results, lines, request.many, interrupt, talks=request.output.talks)
-
-
-def _load(request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]) -> LoadedModel:
-    """Find the model, convert it when it is a GGUF file, and load it; note how long each took."""
-    from llminfer.engine.checkpoint import inspect_checkpoint
-
-    name, folder = _find_folder(request, model, revision, startup_s)
-    checkpoint = inspect_checkpoint(
-        folder,
-        tokenizer=request.tokenizer,
-        allow_pickle=request.allow_pickle,
-        trust_remote_code=request.trust_remote_code,
-    )
-    with _status(f"loading {name}", request.output):
-        with _timed("import", startup_s):
-            from llminfer.engine.load import load
-        with _timed("load", startup_s):
-            return load(
-                checkpoint,
-                name=name,
-                device=request.device,
-                dtype=request.dtype,
-                trust_remote_code=request.trust_remote_code,
-                cache=request.caching,
-            )
-
-
-def _find_folder(
-    request: _Request, model: str | None, revision: str | None, startup_s: dict[str, float]
-) -> tuple[str, Path]:
-    """The model's name and its checkpoint folder."""
-    from llminfer.engine.reference import find_reference
-
-    if model is None:
-        from llminfer.engine import default_model
-
-        path = default_model.find_default_model()
-        if path is None:
-            raise ModelNotAvailable(
-                "no --model, and the built-in model is not installed", hint=default_model.DEFAULT_MODEL_INSTALL_COMMAND
-            )
-        defaults = default_model.DEFAULT_GENERATION
-        return default_model.DEFAULT_MODEL_NAME, _convert(path, request.output, startup_s, defaults)
-    reference = find_reference(model, revision=revision)
-    if reference.kind == "hub" or reference.path is None:
-        with _timed("fetch", startup_s):
-            return model, _fetch(request, model, revision)
-    if revision is not None:
-        raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
-    if reference.kind == "gguf":
-        return reference.path.stem, _convert(reference.path, request.output, startup_s, None)
-    return reference.path.resolve().name, reference.path
-
-
-def _fetch(request: _Request, model: str, revision: str | None) -> Path:
-    """The folder of a Hub model: its config first, so that what cannot run is refused before its weights come."""
-    from llminfer.engine.architecture import check_model_type
-    from llminfer.hub import fetch_checkpoint, fetch_config
-    from llminfer.kv.config import load_config
-
-    config = load_config(fetch_config(model, revision=revision))
-    check_model_type(config, model, trust_remote_code=request.trust_remote_code)
-    return fetch_checkpoint(
-        model,
-        revision=revision,
-        allow_pickle=request.allow_pickle,
-        code=request.trust_remote_code,
-        progress=request.output.talks and sys.stderr.isatty(),
-    )
-
-
-def _convert(
-    path: Path, output: _Output, startup_s: dict[str, float], generation_defaults: Mapping[str, object] | None
-) -> Path:
-    """The checkpoint of a GGUF file: found in the cache, else converted, with a bar on standard error."""
-    from llminfer.engine.checkpoint_cache import cached_checkpoint
-
-    folder = cached_checkpoint(path, generation_defaults=generation_defaults)
-    if folder is not None:
-        return folder
-    from llminfer.render.progress import progress_bar
-
-    with progress_bar(f"converting {path.name}, once", shown=output.talks) as advance:
-        with _timed("import", startup_s):
-            from llminfer.engine.gguf import checkpoint_for_gguf
-        with _timed("convert", startup_s):
-            return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
-
-
-def _stream(events: Generator[Event, None, None], output: _Output) -> Trace:
-    """Write the text as it comes, until the run has ended or was interrupted."""
-    from llminfer.events import Finished, Started, Step, Trace
-    from llminfer.render.summary import started_line
-
-    trace = Trace()
-    with _interrupts() as interrupt:
-        event: Event | None = next(events)
-        while event is not None:
-            trace.add(event)
-            if isinstance(event, Started) and output.talks:
-                print(started_line(event), file=sys.stderr, flush=True)
-            if isinstance(event, Step | Finished) and not output.json:
-                _write_text(event.text if not output.token_ids else _id_line(event))
-            interrupt.may_wait = isinstance(event, Step)
-            if isinstance(event, Finished):
-                break
-            event = events.throw(KeyboardInterrupt()) if interrupt.pending else next(events, None)
-    if not output.json and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
-        _write_text("\n")
-    return trace
-
-
-def _id_line(event: Step | Finished) -> str:
-    token_id = getattr(event, "token_id", None)
-    return "" if token_id is None else f"{token_id}\n"
-
-
-def _write_text(text: str) -> None:
-    """Text to standard output byte for byte, at once."""
-    if text:
-        sys.stdout.buffer.write(text.encode("utf-8"))
-        sys.stdout.buffer.flush()
-
-
-@dataclass(slots=True)
-class _Interrupt:
-    pending: bool = False
-    may_wait: bool = False
-
-
-@contextmanager
-def _interrupts() -> Iterator[_Interrupt]:
-    """Ctrl-C ends the run after the step that is under way, so that no token is lost; a second one at once."""
-    state = _Interrupt()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if state.pending or not state.may_wait:
-            raise KeyboardInterrupt
-        state.pending = True
-
-    try:
-        previous = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread: whoever runs us there decides
-        yield state
-        return
-    try:
-        yield state
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, debug: bool) -> int:
@@ -657,22 +442,3 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
             raise finished.error
         return report(finished.error)
     return _INTERRUPTED_EXIT_CODE if finished.reason == "interrupted" else 0
-
-
-@contextmanager
-def _timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
-    start_s = time.perf_counter()
-    yield
-    startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
-
-
-@contextmanager
-def _status(text: str, output: _Output) -> Iterator[None]:
-    """A line on the terminal while something is under way, gone afterwards."""
-    if not output.talks or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield
-        return
-    from llminfer.render.console import make_console
-
-    with make_console(sys.stderr).status(text):
-        yield

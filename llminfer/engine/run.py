@@ -148,6 +148,30 @@ def generate(
     return _events(loaded, prompt, started, limit, clock, forward, feeding)
 
 
+def run_prompt(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    *,
+    sampling: SamplingParams,
+    notes: tuple[str, ...],
+    stop: StopCriteria,
+    cache: str,
+    clock: Clock,
+    tokenize_s: float,
+    forward: Forward,
+    reused: int,
+) -> Generator[Event, None, None]:
+    """The events of an encoded prompt, whose first `reused` tokens the forward's cache holds already.
+
+    Raises:
+        UsageError: before the first event, for a prompt longer than the context.
+    """
+    limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
+    feeding = Feeding(options=CacheOptions(kind=cache), reused=reused)
+    started = make_started(loaded, prompt, sampling, stop, limit, feeding, tokenize_s, notes)
+    return _events(loaded, prompt, started, limit, clock, forward, feeding)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeding:
     """What a run keeps, and how many of its prompt's tokens it need not feed."""

@@ -49,6 +49,23 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
         yield _line("note", note)
 
 
+def turn_line(trace: Trace) -> Text:
+    """One turn of a conversation: what the cache saved, what it holds now, and how fast it went."""
+    started, finished, last = trace.started, trace.finished, trace.steps[-1] if trace.steps else None
+    parts = []
+    if started is not None and last is not None and last.kv_bytes is not None:
+        parts.append(f"{started.reused_tokens} tokens reused")
+        parts.append(f"{last.cached_tokens - started.reused_tokens} newly cached")
+        parts.append(f"{last.cached_tokens} cached in {_bytes(last.kv_bytes)}")
+    if trace.ttft_s is not None:
+        parts.append(f"TTFT {format_seconds(trace.ttft_s)}")
+    if trace.decode_tokens_per_s is not None:
+        parts.append(f"{trace.decode_tokens_per_s:.2f} tokens/s")
+    if started is not None and finished is not None:
+        parts.append(_stop_text(started, finished, len(trace.steps)))
+    return _line("turn", *parts)
+
+
 def _line(label: str, *parts: str) -> Text:
     return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "cyan"), " ", " · ".join(parts))
 

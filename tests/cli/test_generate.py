@@ -459,9 +459,15 @@ def test_the_summary_in_a_log_holds_no_escape_codes(
 # Interrupts and broken pipes, in processes of their own
 
 
+def listen_to_ctrl_c() -> None:
+    """Undo what the test runner may have been started with: a background job ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "llminfer", "generate", *map(str, arguments)],
+        preexec_fn=listen_to_ctrl_c,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -501,7 +507,7 @@ def test_ctrl_c_keeps_text_and_summary_and_exits_130(endless: Path) -> None:
 
 def test_ctrl_c_with_json_gives_a_whole_document(endless: Path) -> None:
     process = start("x", "-m", endless, "-n", 100_000, "--ignore-eos", "--json", start_new_session=True)
-    time.sleep(12)
+    time.sleep(5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -1,0 +1,304 @@
+"""`llminfer chat`: a conversation whose KV cache is kept from turn to turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llminfer.cli import options
+from llminfer.cli.chat_input import make_reader
+from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model
+from llminfer.cli.options import check_flags
+from llminfer.cli.stream import stream, text_of, write_text
+from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
+from llminfer.errors import LlminferError, UsageError
+from llminfer.params import StopCriteria
+
+if TYPE_CHECKING:
+    from llminfer.engine.conversation import Conversation
+    from llminfer.events import Trace
+
+
+def chat(
+    *,
+    model: options.ModelName = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    system: options.System = None,
+    load: Annotated[
+        Path | None, typer.Option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 1024,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    cache: options.Cache = "dynamic",
+    quiet: options.Quiet = False,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    debug: options.Debug = False,
+) -> int:
+    """Talk with a model that keeps its KV cache, so that each turn feeds only what is new.
+
+    Answers go to standard output, everything else to standard error. Ctrl-C stops an answer, Ctrl-D
+    ends the chat, Alt-Enter begins a new line, /help lists the commands. From a pipe, each line is a
+    message, and the exit code is that of the first error.
+    """
+    flags = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    choice = ModelChoice(
+        model=model,
+        revision=revision,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+        talks=not quiet,
+    )
+    check_flags(flags, max_new_tokens)
+    check_choice(choice)
+    check_known("--cache", cache, ("dynamic", "none"))
+    if system is not None and load is not None:
+        raise UsageError("two beginnings: --system and --load", hint="give one of them")
+    begin = _system_messages(system)
+    stop_criteria = StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
+    transcript = read_transcript(load) if load is not None else None
+    session = _start(choice, flags, stop_criteria, cache, begin, debug)
+    if transcript is not None:
+        session.go_on_with(transcript)
+    return _talk(session)
+
+
+def _start(
+    choice: ModelChoice,
+    flags: Mapping[str, float | None],
+    stop: StopCriteria,
+    cache: str,
+    begin: tuple[Message, ...],
+    debug: bool,
+) -> _Session:
+    """Load the model and say what it is."""
+    startup_s: dict[str, float] = {}
+    loaded = load_model(choice, startup_s)
+    from llminfer.engine.conversation import Conversation
+
+    conversation = Conversation(loaded, sampling=flags, stop=stop, cache=cache, messages=begin)
+    session = _Session(
+        conversation=conversation,
+        model=loaded.name,
+        begin=begin,
+        startup_s=startup_s,
+        talks=choice.talks,
+        debug=debug,
+    )
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    context = f"context of {loaded.context_limit} tokens" if loaded.context_limit else "no stated context limit"
+    session.say(f"{loaded.name} · {loaded.device} · {dtype} · {context} · /help lists the commands")
+    return session
+
+
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """A chat under way; `begin` is what a new conversation begins with, `exit_code` that of the first error."""
+
+    conversation: Conversation
+    model: str
+    begin: tuple[Message, ...]
+    startup_s: Mapping[str, float]
+    talks: bool
+    debug: bool
+    last: Trace | None = None
+    said_notes: set[str] = field(default_factory=set)
+    exit_code: int = 0
+
+    def say(self, text: str) -> None:
+        """Tell the user something, unless only the answers are wanted."""
+        if self.talks:
+            print(text, file=sys.stderr, flush=True)
+
+    def go_on_with(self, transcript: Transcript) -> None:
+        """Take up a saved conversation."""
+        messages = transcript.messages
+        self.conversation.restart(messages)
+        self.begin = messages[:1] if messages and messages[0].role == "system" else ()
+        self.say(f"loaded {_count(messages)}")
+        if transcript.model != self.model:
+            self.say(f"note: this conversation was held with {transcript.model}, and goes on with {self.model}")
+
+
+def _talk(session: _Session) -> int:
+    """Read and answer until there is nothing more to read; the code to exit with."""
+    read = make_reader()
+    terminal = sys.stdin.isatty()
+    while True:
+        try:
+            text = read()
+            if not _respond(session, text):
+                break
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+        except LlminferError as error:
+            _report(session, error)
+    return 0 if terminal else session.exit_code
+
+
+def _respond(session: _Session, text: str) -> bool:
+    """Do what a command says or answer a message; False ends the chat."""
+    if not text.strip():
+        return True
+    if text.startswith("/") and not text.startswith("//"):
+        name, *argument = text.split(maxsplit=1)
+        if name == "/exit":
+            return False
+        command = _COMMANDS.get(name)
+        if command is None:
+            hint = "/help lists the commands; a message that begins with a slash is written with two"
+            raise UsageError("there is no such command", hint=hint)
+        command.run(session, "".join(argument).strip())
+        return True
+    _answer(session, text.removeprefix("/") if text.startswith("//") else text)
+    return True
+
+
+def _answer(session: _Session, text: str) -> None:
+    """Stream the answer; it ends with a line break, so that the next thing stands on a line of its own."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("the message is not valid UTF-8") from None
+    try:
+        trace = stream(session.conversation.ask(text), announce=False, show=text_of)
+    except KeyboardInterrupt:
+        write_text("\n")
+        session.say("interrupted")
+        return
+    if not trace.text.endswith("\n"):
+        write_text("\n")
+    session.last = trace
+    if session.talks:
+        _print_turn(session, trace)
+    error = trace.finished.error if trace.finished is not None else None
+    if isinstance(error, LlminferError):
+        raise error
+
+
+def _print_turn(session: _Session, trace: Trace) -> None:
+    from llminfer.render.console import make_console
+    from llminfer.render.summary import turn_line
+
+    make_console(sys.stderr).print(turn_line(trace))
+    notes = (*(trace.started.notes if trace.started else ()), *(trace.finished.notes if trace.finished else ()))
+    for note in notes:
+        if note not in session.said_notes:
+            session.said_notes.add(note)
+            session.say(f"note: {note}")
+
+
+def _report(session: _Session, error: LlminferError) -> None:
+    """An error of one turn or command; the chat goes on."""
+    from llminfer.cli.app import report
+
+    if session.debug:
+        raise error
+    code = report(error)
+    session.exit_code = session.exit_code or code
+
+
+# Commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    run: Callable[[_Session, str], None]
+    argument: str
+    help: str
+
+
+def _reset(session: _Session, argument: str) -> None:
+    session.conversation.restart(session.begin)
+    session.say("a new conversation" + (" with the same system message" if session.begin else ""))
+
+
+def _system(session: _Session, argument: str) -> None:
+    session.begin = _system_messages(argument or None)
+    session.conversation.restart(session.begin)
+    session.say(f"a new conversation {'with that' if argument else 'without a'} system message")
+
+
+def _save(session: _Session, argument: str) -> None:
+    file = _file(argument, "/save")
+    write_transcript(file, Transcript(model=session.model, messages=session.conversation.messages))
+    session.say(f"saved {_count(session.conversation.messages)} to {file}")
+
+
+def _load(session: _Session, argument: str) -> None:
+    session.go_on_with(read_transcript(_file(argument, "/load")))
+
+
+def _stats(session: _Session, argument: str) -> None:
+    from llminfer.render.console import make_console
+    from llminfer.render.summary import summary
+
+    if session.last is None:
+        raise UsageError("nothing was answered yet")
+    console = make_console(sys.stderr)
+    for line in summary(session.last, session.startup_s):
+        console.print(line)
+
+
+def _help(session: _Session, argument: str) -> None:
+    rows = [(f"{name} {command.argument}".rstrip(), command.help) for name, command in _COMMANDS.items()]
+    rows += [
+        ("/exit", "End the chat; Ctrl-D does too."),
+        ("Alt-Enter", "Begin a new line (Esc, then Enter, where Alt does not work)."),
+        ("Ctrl-C", "Stop the answer, or clear the line."),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}", file=sys.stderr)
+
+
+_COMMANDS = {
+    "/reset": _Command(run=_reset, argument="", help="Begin a new conversation with the same system message."),
+    "/system": _Command(run=_system, argument="TEXT", help="Begin a new conversation with this system message."),
+    "/save": _Command(run=_save, argument="FILE", help="Write the conversation to a JSON file."),
+    "/load": _Command(run=_load, argument="FILE", help="Go on with a saved conversation."),
+    "/stats": _Command(run=_stats, argument="", help="Show what the last answer cost, and its KV cache."),
+    "/help": _Command(run=_help, argument="", help="Show this list."),
+}
+
+
+def _system_messages(text: str | None) -> tuple[Message, ...]:
+    return (Message(role="system", content=text),) if text is not None else ()
+
+
+def _file(argument: str, command: str) -> Path:
+    if not argument:
+        raise UsageError(f"{command} needs the name of a file", hint=f"try: {command} chat.json")
+    return Path(argument).expanduser()
+
+
+def _count(messages: tuple[Message, ...]) -> str:
+    return f"{len(messages)} message{'' if len(messages) == 1 else 's'}"

@@ -1,0 +1,82 @@
+"""The options that several commands share: declared once, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from llminfer.params import SAMPLING_RANGES, SamplingParams, check_range
+
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        envvar="LLMINFER_MODEL",
+        metavar="MODEL",
+        help="A folder, a .gguf file or a Hub id. Without it, the built-in SmolLM2-135M-Instruct.",
+    ),
+]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="The revision of a Hub model.")]
+Tokenizer = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="Take the tokenizer from another folder.")
+]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message, for chat models.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens, EOS included.")
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", "-t", metavar="T", help="Divides the logits; 0 takes the most likely token."),
+]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens; 0 keeps all.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Keep the most likely tokens that reach probability P together."),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one."),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Seed of the draws; without it a random one, reported.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")]
+Cache = Annotated[
+    str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
+
+
+def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
+    """Refuse values out of range by the flag's own name, before anything is loaded.
+
+    Raises:
+        InvalidParams: naming the flag and its range.
+    """
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = flags.get(name)
+        if value is not None:
+            check_range(f"--{name.replace('_', '-')}", value, low, high)
+    SamplingParams(**cast(dict[str, Any], {name: value for name, value in flags.items() if value is not None}))
+    check_range("--max-new-tokens", max_new_tokens, 1, math.inf)

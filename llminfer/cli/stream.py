@@ -1,0 +1,90 @@
+"""The events of a run to standard output as they come; Ctrl-C ends the run and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from llminfer.events import Event, Finished, Step, Trace
+
+
+def text_of(event: Step | Finished) -> str:
+    """What a reader sees of an event."""
+    return event.text
+
+
+def stream(
+    events: Generator[Event, None, None], *, announce: bool, show: Callable[[Step | Finished], str] | None = text_of
+) -> Trace:
+    """Write the text as it comes, until the run has ended or was interrupted.
+
+    Args:
+        announce: say on standard error what is about to run.
+        show: what of an event goes to standard output, None for nothing.
+    """
+    from llminfer.events import Finished, Started, Step, Trace
+    from llminfer.render.summary import started_line
+
+    trace = Trace()
+    with interrupts() as interrupt:
+        event: Event | None = next(events)
+        while event is not None:
+            trace.add(event)
+            if isinstance(event, Started) and announce:
+                print(started_line(event), file=sys.stderr, flush=True)
+            if isinstance(event, Step | Finished) and show is not None:
+                write_text(show(event))
+            interrupt.may_wait = isinstance(event, Step)
+            if isinstance(event, Finished):
+                break
+            event = events.throw(KeyboardInterrupt()) if interrupt.pending else next(events, None)
+    return trace
+
+
+def write_text(text: str) -> None:
+    """Text to standard output byte for byte, at once."""
+    if text:
+        sys.stdout.buffer.write(text.encode("utf-8"))
+        sys.stdout.buffer.flush()
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Whether Ctrl-C was pressed, and whether it may wait for the step that is under way."""
+
+    pending: bool = False
+    may_wait: bool = False
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupt]:
+    """Ctrl-C ends the run after the step that is under way, so that no token is lost; a second one at once.
+
+    Where whoever started us has Ctrl-C ignored, as shells do for what runs in the background, it stays so.
+    """
+    state = Interrupt()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield state
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if state.pending or not state.may_wait:
+            raise KeyboardInterrupt
+        state.pending = True
+
+    try:
+        previous = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not the main thread: whoever runs us there decides
+        yield state
+        return
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,202 @@
+"""A conversation whose cache outlives its answers: every turn feeds only what the cache does not hold yet.
+
+The whole conversation is rendered anew for every turn, since a template may write earlier turns
+differently later. Of the cached tokens those stay that begin the new rendering; the others are
+taken back where the cache can do that, else the cache begins anew. So an answer is what a run over
+the whole conversation gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from llminfer.engine.clock import Clock
+from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
+from llminfer.engine.device import synchronizer
+from llminfer.engine.forward import Forward, make_forward
+from llminfer.engine.load import LoadedModel
+from llminfer.engine.prompt import Prompt, encode_messages
+from llminfer.engine.run import effective_sampling, run_prompt
+from llminfer.engine.transcript import Message
+from llminfer.errors import UsageError
+from llminfer.events import Event, Finished, FinishReason, Step
+from llminfer.params import StopCriteria
+
+
+class Conversation:
+    """A chat with a loaded model.
+
+    Args:
+        sampling: values by name as in `SamplingParams`; those missing come from the model.
+        stop: when an answer ends.
+        cache: `dynamic`, or `none` to recompute everything.
+        messages: what was said before.
+
+    Raises:
+        UsageError: for a model without a chat template.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        stop: StopCriteria | None = None,
+        cache: str = "dynamic",
+        messages: Sequence[Message] = (),
+    ) -> None:
+        if not loaded.tokenizer.chat_template:
+            raise UsageError(
+                f"{loaded.name} has no chat template, so it cannot chat",
+                hint='try: llminfer generate --raw "Once upon a time"',
+            )
+        self._loaded, self._cache = loaded, cache
+        self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
+        self._forward: _PacedForward | None = None
+        self._way: Continuation | None = Continuation.NEVER if cache == "none" else None
+        self._exact_length = exact_length(loaded.model.config)
+        self.messages: tuple[Message, ...] = tuple(messages)
+
+    def restart(self, messages: Sequence[Message] = ()) -> None:
+        """Begin a new conversation, or go on with another one; what the cache shares with it stays of use."""
+        self.messages = tuple(messages)
+
+    def ask(self, text: str) -> Generator[Event, None, None]:
+        """Say something and yield the events of the answer, as `generate` does for a single prompt.
+
+        Afterwards both are in `messages`, an answer that was cut as far as it went. A message that was
+        refused, or whose answer broke off before its first character, is not.
+
+        Raises:
+            UsageError: before the first event, for a conversation that no longer fits the context or
+                that the template refuses.
+            InvalidParams: before the first event, for a value out of its range.
+        """
+        loaded = self._loaded
+        asked = (*self.messages, Message(role="user", content=text))
+        params, sampling_notes = effective_sampling(self._sampling, loaded.generation_defaults)
+        if self._way is None:  # before the clock starts, since it is no part of any answer
+            self._way = try_continuation(loaded.model, self._encode(asked).ids)
+        clock = Clock(synchronizer(loaded.device))
+        prompt = self._encode(asked)
+        tokenize_s = clock.lap()
+        if loaded.context_limit is not None and len(prompt.ids) > loaded.context_limit:
+            raise UsageError(
+                f"with this message the conversation has {len(prompt.ids)} tokens, and the model's context is"
+                f" {loaded.context_limit}",
+                hint="shorten the message, or begin a new conversation",
+            )
+        forward, reused, notes = self._continue(prompt.ids)
+        events = run_prompt(
+            loaded,
+            prompt,
+            sampling=params,
+            notes=(*sampling_notes, *notes),
+            stop=self._stop,
+            cache=self._cache,
+            clock=clock,
+            tokenize_s=tokenize_s,
+            forward=forward,
+            reused=reused,
+        )
+        return self._record(asked, events)
+
+    def _encode(self, messages: Sequence[Message]) -> Prompt:
+        return encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
+
+    def _continue(self, ids: tuple[int, ...]) -> tuple[Forward, int, tuple[str, ...]]:
+        """The forward for this prompt, how many of its tokens are cached, and what the user should know."""
+        kept, self._forward = self._forward, None
+        notes: tuple[str, ...] = ()
+        if kept is not None and kept.ids and kept.kv_bytes is not None:
+            # at least one token is fed, for the logits that come after it
+            shared = min(_common_prefix(kept.ids, ids), len(ids) - 1)
+            why_not = self._why_not(kept, ids, shared)
+            if why_not is None:
+                self._forward = kept
+                return kept, shared, ()
+            notes = (why_not,) if shared else ()
+        del kept  # its cache goes before the next one grows
+        self._forward = _PacedForward(make_forward(self._loaded.model, cached=self._cache != "none"), self._way)
+        return self._forward, 0, notes
+
+    def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:
+        """Why the cache cannot be gone on with, None when it can; what is no longer said is taken back."""
+        everything = f"all {len(ids)} tokens are read anew"
+        longest = max(len(ids), len(kept.ids))
+        if not shared:
+            return everything
+        if self._exact_length is not None and longest > self._exact_length:
+            return f"beyond {self._exact_length} tokens this model's keys depend on the length, so {everything}"
+        if self._way is Continuation.NEVER:
+            return f"this model does not go on from a cache exactly, so {everything}"
+        if not kept.crop(shared):
+            return f"the last turn is written differently now and this cache cannot be cropped, so {everything}"
+        return None
+
+    def _record(self, asked: tuple[Message, ...], events: Generator[Event, None, None]) -> Generator[Event, None, None]:
+        """Pass the events on, and keep what was said however they end."""
+        said: list[str] = []
+        reason: FinishReason | None = None
+        try:
+            event = next(events, None)
+            while event is not None:
+                if isinstance(event, Step | Finished):
+                    said.append(event.text)
+                if isinstance(event, Finished):
+                    reason = event.reason
+                    self._keep(asked, "".join(said), reason)
+                try:
+                    yield event
+                except KeyboardInterrupt as interrupt:
+                    event = events.throw(interrupt)
+                else:
+                    event = next(events, None)
+        finally:
+            if reason is None:  # the reader left
+                self._keep(asked, "".join(said), "interrupted")
+
+    def _keep(self, asked: tuple[Message, ...], text: str, reason: FinishReason) -> None:
+        if text or reason not in ("interrupted", "error"):
+            self.messages = (*asked, Message(role="assistant", content=text))
+
+
+class _PacedForward:
+    """A forward that feeds new tokens on top of its cache in the way that the model allows."""
+
+    __slots__ = ("_forward", "_way")
+
+    def __init__(self, forward: Forward, way: Continuation | None) -> None:
+        self._forward, self._way = forward, way
+
+    def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
+        return feed(self._forward, new_ids, way)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._forward.ids
+
+    @property
+    def cache(self) -> Any:
+        return self._forward.cache
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return self._forward.kv_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._forward.notes
+
+    def crop(self, tokens: int) -> bool:
+        return self._forward.crop(tokens)
+
+
+def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((index for index, (our, their) in pairs if our != their), min(len(ours), len(theirs)))

@@ -1,0 +1,93 @@
+"""Conversations on disk: one JSON document, written whole or not at all, read with nothing taken on trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llminfer.errors import LlminferError, UsageError
+
+SCHEMA_VERSION = 1
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message: who said it, one of `ROLES`, and what."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """A conversation and the name of the model that held it."""
+
+    model: str
+    messages: tuple[Message, ...]
+
+
+def write_transcript(file: Path, transcript: Transcript) -> None:
+    """Put the conversation in place of whatever the file held; a failure leaves that as it was.
+
+    Raises:
+        LlminferError: when it cannot be written.
+    """
+    document = {"schema_version": SCHEMA_VERSION, **asdict(transcript)}
+    data = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
+    target = Path(os.path.realpath(file))  # a link stays a link
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        with open(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise LlminferError(f"cannot write {file}: {error.strerror}") from error
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def read_transcript(file: Path) -> Transcript:
+    """The conversation in the file.
+
+    Raises:
+        UsageError: for a file that cannot be read or holds no conversation.
+    """
+    try:
+        document = json.loads(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not a JSON document: {error}") from error
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UsageError(f"{file} holds no conversation: schema_version is {version!r}, not {SCHEMA_VERSION}")
+    messages = document.get("messages")
+    if not isinstance(messages, list):
+        raise UsageError(f"{file} holds no conversation: messages is no list")
+    return Transcript(
+        model=str(document.get("model") or "a model without a name"),
+        messages=tuple(_message(file, index, entry) for index, entry in enumerate(messages)),
+    )
+
+
+def _message(file: Path, index: int, entry: Any) -> Message:
+    role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
+    if role not in ROLES or not isinstance(content, str):
+        what = f"a role of {', '.join(ROLES)} and a text as its content"
+        raise UsageError(f"{file}: message {index} lacks {what}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{file}: message {index} is not valid Unicode") from error
+    return Message(role=role, content=content)
