@@ -103,6 +103,7 @@ def test_what_cannot_is_refused_by_its_config_alone(tmp_path: Path, model_type: 
     assert f"{model_type} {reason}" in caught.value.message
 
 
+@pytest.mark.slow  # it imports the code of every type
 def test_types_that_run_are_not_refused() -> None:
     for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *IMAGE_TEXT_TYPES):
         if name not in CANNOT_RUN:
