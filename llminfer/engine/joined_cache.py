@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from llminfer.engine.cache import WHOLE_CACHES
+
 # exact classes: a subclass may keep more than is joined here
 _GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 _SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -35,7 +37,7 @@ _JOINABLE = frozenset({DummyLayer, *_GROWING, *_SLIDING, *_RECURRENT})
 def can_join(cache: object) -> bool:
     """Whether every layer of the cache is of a kind whose rows can be put beside each other."""
     layers: Sequence[object] = getattr(cache, "layers", ())
-    return bool(layers) and all(type(layer) in _JOINABLE for layer in layers)
+    return type(cache) in WHOLE_CACHES and bool(layers) and all(type(layer) in _JOINABLE for layer in layers)
 
 
 class JoinedCache:
