@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llminfer.cli.app import COMMANDS
 from scripts.write_cli_docs import PAGE, help_of, page
+from tests.parity import CANNOT_RUN, IMAGE_TEXT_TYPES, ONE_AFTER_ANOTHER
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,3 +45,18 @@ def test_links_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)", file.read_text(encoding="utf-8")):
             if "://" not in link:
                 assert (file.parent / link).exists(), f"{file.name}: {link}"
+
+
+def test_the_parity_page_has_a_row_for_every_architecture_and_states_its_versions() -> None:
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    pinned = dict(re.findall(r"^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert f"transformers {pinned['transformers']} and torch {pinned['torch']}" in text
+    if version("transformers") != pinned["transformers"]:
+        pytest.skip("the page is about another version of transformers")
+    causal, image_text = text.split("## Image-text models")
+    rows = re.findall(r"^\| (\S+) \| (yes|no) \|(.*)\|$", causal, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    assert {name for name, ran, _ in rows if ran == "no"} == {*CANNOT_RUN}
+    assert {name for name, _, rest in rows if "one after another" in rest} == {*ONE_AFTER_ANOTHER}
+    assert re.findall(r"^\| (\S+) \| yes \|", image_text, re.MULTILINE) == [*IMAGE_TEXT_TYPES]
+    assert "**no**" not in text

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     MusicgenForCausalLM,
     MusicgenMelodyForCausalLM,
     PreTrainedConfig,
@@ -283,6 +284,12 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return classes[config.model_type]._from_config(config.decoder, dtype=dtype).eval()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
+
+
+def tiny_image_text_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The image-text model of a config with random weights, ready to decode."""
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
 
 
 def tiny_text_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from llminfer.errors import UnsupportedArchitecture
 
@@ -46,8 +46,11 @@ def layer_types(config: Any) -> frozenset[str]:
 
 def model_class(config: Any) -> Any | None:
     """The class that transformers has for the config; None when only the checkpoint's own code has one."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        found = mapping.get(type(config), None)
+        if found is not None:
+            return found[0] if isinstance(found, tuple) else found
+    return None
 
 
 def forward_parameters(model: Any) -> frozenset[str]:

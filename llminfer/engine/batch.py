@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from llminfer.engine.abilities import forward_parameters, prepares_by_default
-from llminfer.engine.cache import cache_bytes
+from llminfer.engine.cache import cache_bytes, stateful_modules
 from llminfer.engine.clock import Clock
 from llminfer.engine.forward import make_forward
-from llminfer.engine.joined_cache import JoinedCache, can_join
+from llminfer.engine.joined_cache import JoinedCache, can_join, has_tokens
 from llminfer.engine.sampler import Sampler
 from llminfer.engine.stop import Output
 from llminfer.events import Finished, FinishReason, Step
@@ -45,6 +45,12 @@ class BatchLoad:
     tokens: int
     kv_bytes: int
 
+
+# types whose attention knows distances only, so that padding on the left moves nothing
+_DISTANCES_ONLY = frozenset({"bloom", "mpt"})
+# types that count places their own way whatever they are told: GIT puts those of an image before the
+# mask, even without one, and the Kosmos types take theirs from the length of the cache
+_OWN_PLACES = frozenset({"git", "kosmos-2", "kosmos-2.5"})
 
 BatchEvent = tuple[int, Step | Finished] | BatchLoad
 
@@ -115,13 +121,22 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
         if (yield from _draw(row, logits, clock, output_s, forward_s)):
             going.append(row)
     cache = forward.cache
-    if going and not can_join(cache):
+    if going and not (can_join(cache, len(starting[0].prompt_ids)) and _knows_places(model, cache)):
         for row in going:
             yield from _alone(model, row, forward if len(starting) == 1 else None, clock)
         return
     if going:
         batch.joined.join(cache, len(starting[0].prompt_ids), copies=len(going))
         batch.active.extend(going)
+
+
+def _knows_places(model: Any, cache: Any) -> bool:
+    """Whether the model can be told where each row is, which the joined cache's own length does not say."""
+    if stateful_modules(model) or model.config.model_type in _OWN_PLACES:
+        return False
+    if "position_ids" in forward_parameters(model) or model.config.model_type in _DISTANCES_ONLY:
+        return True
+    return not has_tokens(cache)
 
 
 def _alone(model: Any, row: Row, forward: Any, clock: Clock) -> Iterator[BatchEvent]:
@@ -188,6 +203,9 @@ def _forward(model: Any, active: Sequence[Row], joined: JoinedCache) -> Tensor:
         inputs = model.prepare_inputs_for_generation(
             padded, next_sequence_length=1, is_first_iteration=False, **arguments
         )
+        if inputs.get("position_ids", positions) is None:
+            # some unset them in favour of the cache's length, which is one number for all rows
+            inputs["position_ids"] = positions
     logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
     return logits
 

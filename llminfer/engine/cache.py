@@ -11,8 +11,10 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from llminfer.engine.window_cache import WindowCache, WindowLayer
 
-# attributes that say how a cache layer works and hold nothing of the sequence
-_BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length"})
+# attributes that say where a cache is, or how it works, and hold nothing of the sequence
+BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer_cumulative_length", "seqlen_offset"})
+# attributes of modules that keep the states of the sequence in themselves, as RecurrentGemma's do
+MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 # caches that hold nothing outside their layers; a model's own subclass may
 WHOLE_CACHES = frozenset({DynamicCache, StaticCache, WindowCache})
 # quanto's tensors: packed data, scale and shift of groups, each possibly a shell again
@@ -44,9 +46,27 @@ def _can_crop(layer: Any) -> bool:
     return type(layer) in (DummyLayer, DynamicLayer, StaticLayer)
 
 
+def stateful_modules(model: Any) -> tuple[Any, ...]:
+    """The modules that keep states of the sequence in themselves, outside the cache."""
+    return tuple(module for module in model.modules() if not MODULE_STATES.isdisjoint(vars(module)))
+
+
+def forget_states(modules: Sequence[Any]) -> None:
+    """Drop the states that an earlier sequence has left in the modules."""
+    for module in modules:
+        for name in MODULE_STATES.intersection(vars(module)):
+            setattr(module, name, None)
+
+
+def module_states(modules: Sequence[Any]) -> list[Any]:
+    """The states kept in these modules."""
+    return [value for module in modules for name, value in vars(module).items() if name in MODULE_STATES]
+
+
 def cache_bytes(cache: object) -> int:
-    """Bytes of all tensors in a cache, views counted at their own size."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))
+    """Bytes of all tensors in a cache, views counted at their own size, one under two names once."""
+    distinct = {id(tensor): tensor for tensor in cache_tensors(cache)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
 def cache_tensors(holder: object) -> Iterator[Tensor]:
@@ -64,7 +84,7 @@ def cache_tensors(holder: object) -> Iterator[Tensor]:
             yield from cache_tensors(value)
     elif _is_cache_part(holder):
         for name, value in vars(holder).items():
-            if name not in _BOOKKEEPING:
+            if name not in BOOKKEEPING:
                 yield from cache_tensors(value)
 
 

@@ -25,13 +25,12 @@ from transformers import (
     MusicgenMelodyForCausalLM,
 )
 
+from llminfer.engine.cache import BOOKKEEPING, MODULE_STATES
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 
-# counters and constants that cache layers hold as tensors; they say where the cache is, not what it holds
-_BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer_cumulative_length", "seqlen_offset"})
 # a length that no window is as short as, and one that shows what has stopped growing
 _PROBES = (3, 6000)
 # in this type, a tensor of another type shows that it is pinned to that
@@ -39,7 +38,6 @@ _PROBE_DTYPE = "bfloat16"
 # MusicGen's decoder drops all but the last token of a prompt when it is given a cache
 _PLAIN_INPUTS = frozenset({"musicgen_decoder", "musicgen_melody_decoder"})
 # the names under which a model's output carries what the next step needs
-_MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
 
@@ -149,7 +147,7 @@ def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
     """The cache of a model, with the states that RecurrentGemma keeps in its modules and not in the cache."""
     layers = _layer_tensors(cache)
     for name, module in model.named_modules():
-        kept = {key: value for key, value in vars(module).items() if key in _MODULE_STATES and value is not None}
+        kept = {key: value for key, value in vars(module).items() if key in MODULE_STATES and value is not None}
         if kept:
             index = next(int(part) for part in name.split(".") if part.isdigit())
             layers[index] |= _named_tensors(kept)
@@ -306,7 +304,7 @@ def _named_tensors(attributes: Mapping[Any, Any], prefix: str = "") -> dict[str,
     found: dict[str, torch.Tensor] = {}
     for key, value in attributes.items():
         name = f"{prefix}{key}"
-        if name in _BOOKKEEPING:
+        if name in BOOKKEEPING:
             continue
         if isinstance(value, torch.Tensor):
             # one tensor under two names (shared keys and values) is held once

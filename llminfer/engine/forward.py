@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llminfer.engine.abilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
-from llminfer.engine.cache import cache_bytes, crop_cache
+from llminfer.engine.cache import cache_bytes, crop_cache, forget_states, module_states, stateful_modules
 from llminfer.engine.cache_kinds import make_cache
 from llminfer.engine.window_cache import window_mask
 from llminfer.params import CacheOptions
@@ -212,7 +212,16 @@ class UncachedForward:
 class PlainForward:
     """Feeds the new ids and their positions; keys and values of the others come from the cache."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_keyword_arguments", "_model", "_torn", "_uncached")
+    __slots__ = (
+        "_accepts_positions",
+        "_cache",
+        "_ids",
+        "_keyword_arguments",
+        "_model",
+        "_stateful",
+        "_torn",
+        "_uncached",
+    )
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
@@ -222,6 +231,9 @@ class PlainForward:
         self._ids = list(cached_ids)
         self._torn = False
         self._uncached: UncachedForward | None = None
+        self._stateful = stateful_modules(model)
+        if not cached_ids:
+            forget_states(self._stateful)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if self._uncached is not None:
@@ -230,6 +242,8 @@ class PlainForward:
         arguments = {**self._keyword_arguments, "cache": self._cache, **self._arguments(ids)}
         self._torn = True
         outputs = self._model(input_ids=ids, **arguments)
+        # most give back the cache they were given; BLT puts it into a larger one
+        self._cache = _returned_cache(outputs, self._cache)
         if not self._ids and not cache_bytes(self._cache):
             # the model took the cache and put nothing in: the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
@@ -249,7 +263,7 @@ class PlainForward:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
         if tokens < len(self._ids) or self._torn:
-            if not crop_cache(self._cache, tokens):
+            if self._stateful or not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
             del self._ids[tokens:]
@@ -261,7 +275,7 @@ class PlainForward:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes(self.cache)
+        return None if self.cache is None else cache_bytes([self.cache, module_states(self._stateful)])
 
     @property
     def notes(self) -> tuple[str, ...]:

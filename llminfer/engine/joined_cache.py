@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     DummyLayer,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
-
-from llminfer.engine.cache import WHOLE_CACHES
 
 # exact classes: a subclass may keep more than is joined here
 _GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -34,10 +33,26 @@ _RECURRENT = (
 _JOINABLE = frozenset({DummyLayer, *_GROWING, *_SLIDING, *_RECURRENT})
 
 
-def can_join(cache: object) -> bool:
-    """Whether every layer of the cache is of a kind whose rows can be put beside each other."""
-    layers: Sequence[object] = getattr(cache, "layers", ())
-    return type(cache) in WHOLE_CACHES and bool(layers) and all(type(layer) in _JOINABLE for layer in layers)
+def can_join(cache: Any, tokens: int) -> bool:
+    """Whether the cache of a sequence of `tokens` tokens can be put beside that of another.
+
+    Every layer must be of a kind whose rows are independent, and hold a place for each token and no
+    more: models that add places of their own (a learned prefix, a mask token) count them otherwise.
+    """
+    # exactly this class: one derived from it may keep more than its layers
+    if type(cache) is not DynamicCache or not cache.layers:
+        return False
+    return all(type(layer) in _JOINABLE for layer in cache.layers) and all(
+        layer.get_seq_length() == tokens
+        for layer in cache.layers
+        # a layer for an image that is not there stays empty
+        if type(layer) in (*_GROWING, *_SLIDING) and layer.is_initialized
+    )
+
+
+def has_tokens(cache: Any) -> bool:
+    """Whether some layer holds tokens, which have places, and not states alone."""
+    return any(type(layer) in (*_GROWING, *_SLIDING) for layer in cache.layers)
 
 
 class JoinedCache:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, read_architecture
+from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
 from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
@@ -178,7 +178,7 @@ def _load_weights(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> tuple[Any, tuple[str, ...]]:
     """The model with all its weights on the device, and notes about tensors that it has no use for."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(config).from_pretrained(
         checkpoint.folder,
         config=config,
         dtype=dtype,

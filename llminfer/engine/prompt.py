@@ -85,6 +85,30 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, .
 
 
 def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The conversation through the template, in the form of content that the template reads.
+
+    Templates of image-text models may read content as a list of parts, and leave out a plain text
+    without an error.
+    """
+    in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    newest = messages[-1]["content"].strip()
+    plain = None
+    problem: LlminferError | None = None
+    for form in (list(messages), in_parts):
+        try:
+            ids = _templated(tokenizer, form)
+        except LlminferError as error:
+            problem = problem or error
+            continue
+        if newest in tokenizer.decode(ids):
+            return ids
+        plain = plain or ids
+    if problem is not None:
+        raise problem
+    return plain or []
+
+
+def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     system = any(message["role"] == "system" for message in messages)
     try:
         ids = tokenizer.apply_chat_template(
