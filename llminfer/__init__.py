@@ -18,6 +18,7 @@ _HOMES = {
     "load": "api",
     "generate": "api",
     "kv_footprint": "api",
+    "CacheOptions": "params",
     "SamplingParams": "params",
     "StopCriteria": "params",
     "Started": "events",
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from llminfer.api import generate, kv_footprint, load
     from llminfer.errors import LlminferError
     from llminfer.events import Finished, Started, Step, Trace
-    from llminfer.params import SamplingParams, StopCriteria
+    from llminfer.params import CacheOptions, SamplingParams, StopCriteria
 
 __all__ = [
+    "CacheOptions",
     "Finished",
     "LlminferError",
     "SamplingParams",

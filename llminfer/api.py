@@ -12,7 +12,7 @@ from llminfer.kv.families import read_model
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 from llminfer.kv.sources import find_source
-from llminfer.params import SamplingParams, StopCriteria
+from llminfer.params import CacheOptions, SamplingParams, StopCriteria
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -67,7 +67,7 @@ def generate(
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str = "dynamic",
+    cache: str | CacheOptions = "dynamic",
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
@@ -79,11 +79,12 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, or `none` for the textbook loop.
+        cache: `dynamic`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
 
     Raises:
         UsageError: before the first event, for a prompt that is empty or longer than the context.
         InvalidParams: before the first event, for a value out of its range.
+        UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
     """
     from llminfer.engine.run import generate as generate_events
 

@@ -109,8 +109,14 @@ def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
     if options.prefill_chunk is not None:
         check_chunks(model.config, type(model).__name__)
         return options.prefill_chunk
-    whole = options.name in _WHOLE_PROMPT or why_one_at_a_time(model.config) is not None
+    whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
     return None if whole else DEFAULT_PREFILL_CHUNK
+
+
+def _takes_pieces(model: Any) -> bool:
+    """Whether several tokens may be fed after others; of a checkpoint's own code that is not known."""
+    own_code = type(model).__module__.startswith("transformers_modules.")
+    return not own_code and why_one_at_a_time(model.config) is None
 
 
 def _pieces(model: Any, options: CacheOptions) -> Pieces:
@@ -118,8 +124,7 @@ def _pieces(model: Any, options: CacheOptions) -> Pieces:
     chunk = prefill_chunk(model, options)
     if chunk is not None:
         return _chunks_of(chunk)
-    one = options.name != "none" and why_one_at_a_time(model.config) is not None
-    return _one_at_a_time if one else _all_at_once
+    return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
 
 
 def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:

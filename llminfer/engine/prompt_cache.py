@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,8 @@ def load_prompt_cache(
             return None
         cache = make_cache(options, loaded.model, max_tokens)
         tensors = _saved_layers(saved, len(cache.layers))
-        found = [str(name) for name in json.loads(metadata["layers"])]
-        wanted = [type(layer).__name__ for layer in cache.layers]
-        if found != wanted:
-            raise PromptCacheMismatch(f"{file} is damaged: layers {', '.join(found[:3])}... are not this model's")
+        if json.loads(metadata["layers"]) != [type(layer).__name__ for layer in cache.layers]:
+            raise PromptCacheMismatch(f"{file} is damaged: its layers are not of this model's kinds", hint=_NEW_FILE)
         _check_sizes(file, tensors, len(ids), loaded, options)
         for layer, parts in zip(cache.layers, tensors, strict=True):
             _check_cut(file, layer, parts, len(ids), reuse)
@@ -137,7 +136,7 @@ def _reading(file: Path) -> Iterator[None]:
             raise PromptCacheMismatch(f"{file} is no file")
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = _printable((str(error) or type(error).__name__).splitlines()[0])
         raise PromptCacheMismatch(f"cannot read the prompt cache {file}: {reason}", hint=_NEW_FILE) from error
 
 
@@ -166,12 +165,19 @@ def _check_metadata(file: Path, saved: Mapping[str, str], here: Mapping[str, str
     names = {name: name.replace("_", " ") for name in here if name != "model_name"}
     differing = [name for name in names if saved.get(name) != here[name]]
     if "model" in differing:
-        was = saved.get("model_name", "unknown")
+        was = _printable(saved.get("model_name", "unknown"))
         other = "another model" if was != here["model_name"] else "other weights of that name"
         raise PromptCacheMismatch(f"{file} was made with {other} ({was}, this is {here['model_name']})", hint=_NEW_FILE)
     if differing:
-        parts = (f"{names[name]} {saved.get(name) or 'none'}, here {here[name] or 'none'}" for name in differing)
+        parts = (
+            f"{names[name]} {_printable(saved.get(name) or 'none')}, here {here[name] or 'none'}" for name in differing
+        )
         raise PromptCacheMismatch(f"{file} does not fit this run: {'; '.join(parts)}", hint=_NEW_FILE)
+
+
+def _printable(text: str) -> str:
+    """What a file claims, fit for one line of a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text[:200])
 
 
 def _digest(folder: Path) -> str:
@@ -181,10 +187,15 @@ def _digest(folder: Path) -> str:
     """
     suffixes = {".safetensors", ".bin", ".py"}
     files = sorted(path for path in folder.iterdir() if path.suffix in suffixes or path.name == "config.json")
+    return _files_digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@lru_cache(maxsize=4)
+def _files_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Once a process for the same sizes and times: a run asks when it reads and again when it writes."""
+    paths, whole = [path for path, _, _ in files], hashlib.sha256()
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = pool.map(_file_digest, files)
-        whole = hashlib.sha256()
-        for path, digest in zip(files, digests, strict=True):
+        for path, digest in zip(paths, pool.map(_file_digest, paths), strict=True):
             whole.update(f"{path.name}\0{digest}\n".encode())
     return whole.hexdigest()
 
@@ -241,7 +252,8 @@ def _check_sizes(
 def _check_cut(file: Path, layer: Any, tensors: Mapping[str, Tensor], tokens: int, reuse: int) -> None:
     if "keys" in tensors:
         keys, values = tensors["keys"], tensors["values"]
-        if any(part.dim() != 4 or part.shape[0] != 1 or part.shape[:3] != keys.shape[:3] for part in (keys, values)):
+        whole = keys.dim() == values.dim() == 4 and keys.shape[0] == 1 and keys.shape[:3] == values.shape[:3]
+        if not (whole and keys.is_floating_point() and values.is_floating_point()):
             raise PromptCacheMismatch(f"{file} is damaged: keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     if reuse == tokens:
         return

@@ -248,7 +248,10 @@ def _events(
         try:
             save_prompt_cache(feeding.options.file, loaded, forward, feeding.options)
         except LlminferError as not_saved:
-            error = not_saved
+            if finished.reason == "interrupted":
+                finished = replace(finished, notes=(*finished.notes, not_saved.message))
+            else:
+                error = not_saved
     yield replace(finished, error=error, kv=_predict(loaded, feeding.options, fed) if output.count else None)
 
 

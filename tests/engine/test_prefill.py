@@ -127,6 +127,18 @@ def test_what_cannot_take_several_tokens_after_others_takes_them_one_by_one(mode
     assert set(seen.fed) == {1}
 
 
+def test_a_checkpoints_own_code_is_not_fed_in_pieces_unless_asked() -> None:
+    model = tiny("llama")
+    model.__class__ = type("OwnCode", (type(model),), {"__module__": "transformers_modules.tiny.modeling"})
+    assert prefill_chunk(model, CacheOptions()) is None
+    assert prefill_chunk(model, CacheOptions(prefill_chunk=4)) == 4
+    forward = make_forward(model)
+    with watched(model) as seen:
+        steps_of(forward, prompt_of(5), 1)
+        steps_of(forward, prompt_of(3), 1)
+    assert seen.fed == [5, 1, 1, 1]
+
+
 def long_llama(**options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {

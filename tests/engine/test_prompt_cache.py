@@ -206,7 +206,22 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor] | None = None, **metada
 
 @pytest.mark.parametrize(
     "damage",
-    ["empty", "text", "cut", "header", "no metadata", "ids", "float ids", "shape", "batch", "layers", "name", "index"],
+    [
+        "empty",
+        "text",
+        "cut",
+        "header",
+        "no metadata",
+        "ids",
+        "float ids",
+        "shape",
+        "batch",
+        "layers",
+        "name",
+        "index",
+        "integers",
+        "escape",
+    ],
 )
 def test_a_damaged_file_is_one_line(loaded: Any, tmp_path: Path, damage: str) -> None:
     model, file = loaded("llama"), tmp_path / "cache.safetensors"
@@ -225,13 +240,15 @@ def test_a_damaged_file_is_one_line(loaded: Any, tmp_path: Path, damage: str) ->
         "batch": lambda: rewrite(file, {"layers.0.keys": keys.reshape(2, 1, *keys.shape[2:])}),
         "layers": lambda: rewrite(file, layers="[" * 10_000),
         "name": lambda: rewrite(file, {"surprise": torch.zeros(1)}),
+        "integers": lambda: rewrite(file, {"layers.0.keys": keys.view(torch.int32)}),
+        "escape": lambda: rewrite(file, model="x", model_name="\x1b[31m\nerror: none"),
         "index": lambda: rewrite(file, {"layers.99.keys": torch.zeros(1)}),
     }
     damages[damage]()
     with pytest.raises(PromptCacheMismatch) as caught:
         run(model, LONG, file)
     assert str(file) in caught.value.message
-    assert "\n" not in caught.value.message
+    assert caught.value.message.isprintable()
 
 
 # Writing
