@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # on tiny models a second thread waits longer than it works, the more so beside other programs
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("LLMINFER_MODEL", None)
+# a shell that runs us in the background has Ctrl-C ignored, and what we start would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

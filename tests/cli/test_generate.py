@@ -459,15 +459,9 @@ def test_the_summary_in_a_log_holds_no_escape_codes(
 # Interrupts and broken pipes, in processes of their own
 
 
-def listen_to_ctrl_c() -> None:
-    """Undo what the test runner may have been started with: a background job ignores Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "llminfer", "generate", *map(str, arguments)],
-        preexec_fn=listen_to_ctrl_c,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
