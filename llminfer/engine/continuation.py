@@ -101,5 +101,7 @@ def _apart(model: Any, ids: Sequence[int], way: Continuation, expected: Tensor) 
         return math.inf
     expected = expected.float()
     possible = expected > expected.max() - _MASKED_BELOW  # ids that a model rules out would hide all other differences
-    spread = (expected - expected[possible].mean())[possible].norm()
-    return float((ours - expected)[possible].norm() / spread)
+    spread = float((expected - expected[possible].mean())[possible].norm())
+    difference = float((ours - expected)[possible].norm())
+    # a model that is certain of one token has no spread
+    return difference / spread if spread else math.inf * difference if difference else 0.0

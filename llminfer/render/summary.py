@@ -158,7 +158,7 @@ def _kind_lines(started: Started) -> Iterator[Text]:
     if started.cache in kinds:
         yield _line("", kinds[started.cache])
     if started.reused_tokens:
-        yield _line("", f"{started.reused_tokens} tokens of the prompt reused from the prompt cache")
+        yield _line("", f"{started.reused_tokens} tokens of the prompt were cached before and not fed again")
 
 
 def _bytes(size_bytes: int) -> str:
