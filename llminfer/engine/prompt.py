@@ -38,9 +38,10 @@ def encode_prompt(tokenizer: Any, text: str, *, system: str | None = None, raw: 
     chat = bool(tokenizer.chat_template) and not raw
     if chat:
         messages = [{"role": "user", "content": text}]
-        return encode_messages(
-            tokenizer, messages if system is None else [{"role": "system", "content": system}, *messages]
-        )
+        if system is None:
+            return _encode_messages(tokenizer, messages, _Refusal("the prompt", "--raw leaves the template out"))
+        messages.insert(0, {"role": "system", "content": system})
+        return _encode_messages(tokenizer, messages, _Refusal("--system", "drop --system, or use --raw"))
     if system is not None:
         reason = "--raw leaves the chat template out" if raw else "this model has no chat template"
         raise UsageError(f"a system message needs a chat template, and {reason}", hint="drop --system")
@@ -55,7 +56,19 @@ def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Pr
     """
     if not tokenizer.chat_template:
         raise UsageError("messages need a chat template, and this model has none", hint="give the text as a prompt")
-    ids = _chat_ids(tokenizer, messages)
+    return _encode_messages(tokenizer, messages, _Refusal("the conversation", None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What a template that refuses would be refusing, and what to do then."""
+
+    culprit: str
+    hint: str | None
+
+
+def _encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]], refusal: _Refusal) -> Prompt:
+    ids = _chat_ids(tokenizer, messages, refusal)
     return _prompt(tokenizer, ids, notes=_forged(tokenizer, *(message["content"] for message in messages)))
 
 
@@ -84,7 +97,7 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, .
     return tuple(found)
 
 
-def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], refusal: _Refusal) -> list[int]:
     """The conversation through the template, in the form of content that the template reads.
 
     Templates of image-text models may read content as a list of parts, and leave out a plain text
@@ -96,7 +109,7 @@ def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int
     problem: LlminferError | None = None
     for form in (list(messages), in_parts):
         try:
-            ids = _templated(tokenizer, form)
+            ids = _templated(tokenizer, form, refusal)
         except LlminferError as error:
             problem = problem or error
             continue
@@ -108,22 +121,16 @@ def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int
     return plain or []
 
 
-def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    system = any(message["role"] == "system" for message in messages)
+def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]], refusal: _Refusal) -> list[int]:
     try:
         ids = tokenizer.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
         )
     except TemplateError as error:
-        culprit = "--system" if system else "the prompt"
-        raise UsageError(
-            f"the model's chat template refused {culprit}: {error.message or type(error).__name__}",
-            hint="--raw leaves the template out" if not system else "drop --system, or use --raw",
-        ) from error
+        reason = error.message or type(error).__name__
+        raise UsageError(f"the model's chat template refused {refusal.culprit}: {reason}", hint=refusal.hint) from error
     except (TypeError, ValueError) as error:  # what a template's own expressions raise
-        raise LlminferError(
-            f"the model's chat template failed: {error}", hint="--raw leaves the template out"
-        ) from error
+        raise LlminferError(f"the model's chat template failed: {error}", hint=refusal.hint) from error
     return list(ids)
 
 

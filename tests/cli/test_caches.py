@@ -96,12 +96,12 @@ def test_the_summary_says_what_was_reused(run_cli: Cli, tiny_llama: Path, tmp_pa
     options = ("-m", tiny_llama, *RUN, "--prompt-cache", tmp_path / "cache.safetensors")
     code, first, err = run_cli("generate", "A prompt", *options)
     assert code == 0
-    assert "reused" not in err
+    assert "cached before" not in err
     code, second, err = run_cli("generate", "A prompt", *options)
     assert code == 0
     assert first == second
     assert "9 prompt tokens, 8 of them cached" in err
-    assert "8 tokens of the prompt reused" in err
+    assert "8 tokens of the prompt were cached before and not fed again" in err
     assert "equal to the byte" in err
 
 
