@@ -29,6 +29,7 @@ from llminfer.engine.cache import BOOKKEEPING, MODULE_STATES
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
 from llminfer.kv.dtypes import element_type
+from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 
 # a length that no window is as short as, and one that shows what has stopped growing
@@ -123,15 +124,20 @@ def dry_run_model(config: Mapping[str, Any], *, source: str, name: str | None = 
         UnsupportedArchitecture: when it cannot run, or a tensor grows in another way.
     """
     short, long = (dry_run(config, tokens=tokens, steps=0, dtype=_PROBE_DTYPE)[0] for tokens in _PROBES)
-    limit = _context_limit(config)
-    return ModelKV(
+    model = ModelKV(
         name=name or source,
         model_type=str(config.get("model_type") or ""),
         layers=tuple(_as_record(source, *pair) for pair in zip(short.layers, long.layers, strict=True)),
         dtype=_dtype_name(config),
-        context_limit=limit,
+        context_limit=_context_limit(config),
         method="dry run",
     )
+    # a prefill does not show what a step keeps: windows that begin with the answer, tokens set apart
+    for measured in dry_run(config, tokens=_PROBES[1], steps=2, dtype=_PROBE_DTYPE):
+        predicted = footprint(model, tokens=measured.tokens, dtype=_PROBE_DTYPE).total_bytes
+        if predicted != measured.size_bytes:
+            raise UnsupportedArchitecture(f"{source}: what its cache keeps of a step does not follow from a prefill")
+    return model
 
 
 def measure_cache(cache: Any) -> tuple[LayerBytes, ...]:

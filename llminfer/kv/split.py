@@ -57,6 +57,8 @@ def _tensor(layer: LayerKV, tensor: PerToken, ranks: int, transformers_heads: bo
 
 
 def _state(layer: LayerKV, state: State, ranks: int) -> State:
+    if ranks == 1 or not state.shape:  # a single number is on every rank
+        return state
     first, *rest = state.shape
     if first % ranks:
         raise UsageError(f"--tp {ranks} does not divide the {first} rows of the {layer.kind} layers' {state.name}")

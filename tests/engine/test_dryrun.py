@@ -6,11 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from llminfer.engine.dryrun import dry_run, dry_run_model
 from llminfer.errors import UnsupportedArchitecture
-from llminfer.kv.families import read_model
+from llminfer.kv.families import FAMILIES, read_model
 from llminfer.kv.footprint import footprint
 from tests.tiny_models import tiny_config
 
@@ -89,3 +93,51 @@ def test_says_that_a_model_cannot_run_without_values(model_type: str) -> None:
 def test_what_is_no_language_model_is_an_error(config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedArchitecture):
         dry_run(config, tokens=3)
+
+
+# Image-text types whose language model no rule covers
+
+WITHOUT_RULE = ("cosmos3_edge", "granite_docling", "hy_v4_vl", "kosmos-2.5", "mistral_large4")
+NO_DRY_RUN = {
+    "blip": "needs an image",
+    "kosmos-2": "needs an image",
+    "pix2struct": "needs an image",
+    "pp_formulanet": "needs an image",
+    "deepseek_ocr2": "its class defaults are no model",
+    "diffusion_gemma": "its class defaults are no model",
+    "step3p7": "its class defaults are no model",
+    "unlimited_ocr": "keeps its whole prompt, and a window of what follows",
+    "glm5_next": "its forward looks at the values of tensors",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", WITHOUT_RULE)
+def test_what_no_rule_covers_is_read_from_a_run(model_type: str) -> None:
+    config = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    with pytest.raises(UnsupportedArchitecture):
+        read_model(config, source=model_type)
+    model = dry_run_model(config, source=model_type)
+    assert model.method == "dry run"
+    assert len(model.layers) > 1
+    (measured,) = dry_run(config, tokens=7, steps=0)
+    assert footprint(model, tokens=7, dtype=model.dtype).total_bytes == measured.size_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", NO_DRY_RUN)
+def test_what_cannot_be_run_dry_is_refused(model_type: str) -> None:
+    config = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    with pytest.raises(UnsupportedArchitecture):
+        dry_run_model(config, source=model_type)
+
+
+def test_every_language_model_without_a_rule_is_listed() -> None:
+    found = set()
+    for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        nested = CONFIG_MAPPING[name].sub_configs.get("text_config")
+        text = CONFIG_MAPPING[name]().get_text_config(decoder=True) if nested is not None else None
+        if text is not None and name not in FAMILIES and text.model_type not in FAMILIES:
+            found.add(text.model_type)
+    listed = {CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type for name in (*WITHOUT_RULE, *NO_DRY_RUN)}
+    assert found == listed
