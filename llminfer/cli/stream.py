@@ -37,11 +37,12 @@ def stream(
         event: Event | None = next(events)
         while event is not None:
             trace.add(event)
+            # from the first token on: what is being written is written to its end
+            interrupt.may_wait = isinstance(event, Step | Finished)
             if isinstance(event, Started) and announce:
                 print(started_line(event), file=sys.stderr, flush=True)
             if isinstance(event, Step | Finished) and show is not None:
                 write_text(show(event))
-            interrupt.may_wait = isinstance(event, Step)
             if isinstance(event, Finished):
                 break
             event = events.throw(KeyboardInterrupt()) if interrupt.pending else next(events, None)

@@ -504,7 +504,8 @@ def test_ctrl_c_with_json_gives_a_whole_document(endless: Path) -> None:
     time.sleep(5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # killed by the signal itself when it comes before our code runs: 130 to a shell as well
+    assert process.returncode in ((130,) if out else (130, -signal.SIGINT))
     assert b"Traceback" not in err
     # before the run has begun there is nothing to report, after that a whole document
     if out:
