@@ -12,7 +12,7 @@ from llminfer.kv.families import read_model
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 from llminfer.kv.sources import find_source
-from llminfer.params import CacheOptions, SamplingParams, StopCriteria
+from llminfer.params import CacheOptions, Execution, SamplingParams, StopCriteria
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -29,6 +29,9 @@ def load(
     dtype: str = "auto",
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    weights: str | None = None,
+    engine: str = "transformers",
+    compiled: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model with its tokenizer.
@@ -41,6 +44,9 @@ def load(
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         allow_pickle: read pickled weights, with torch's restricted unpickler.
         trust_remote_code: run Python code that the model's repository brings.
+        weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
+        engine: `transformers`, or `native` for our compiled step.
+        compiled: run the forward through torch.compile.
         progress: hears of a conversion: stage, done, in all.
 
     Raises:
@@ -51,11 +57,19 @@ def load(
     from llminfer.engine.checkpoint import inspect_checkpoint
     from llminfer.engine.load import load as load_checkpoint
 
+    execution = Execution(weights=weights, engine=engine, compiled=compiled)
     name, folder = _folder_of(model, revision, allow_pickle, trust_remote_code, progress)
     checkpoint = inspect_checkpoint(
         folder, tokenizer=Path(tokenizer) if tokenizer is not None else None, allow_pickle=allow_pickle
     )
-    return load_checkpoint(checkpoint, name=name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_checkpoint(
+        checkpoint,
+        name=name,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        execution=execution,
+    )
 
 
 def generate(

@@ -15,6 +15,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHES = ("dynamic", "static", "quantized", "none")
 KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
+WEIGHTS = ("float32", "float16", "int8", "int4")
+ENGINES = ("transformers", "native")
 SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
@@ -188,6 +190,32 @@ class CacheOptions:
     def name(self) -> str:
         """What the cache is called in tables and reports: its kind, or `window`."""
         return self.kind if self.window is None else "window"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What carries out the model's arithmetic.
+
+    Attributes:
+        weights: the format that linear layers hold their weights in; the checkpoint's own when not given.
+        engine: `transformers` runs the model's own forward, `native` our compiled decoder step.
+        compiled: run the forward through torch.compile.
+
+    Raises:
+        UsageError: for an unknown format or engine, or options that do not go together.
+    """
+
+    weights: str | None = None
+    engine: str = "transformers"
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise UsageError(f"--weights {self.weights}: unknown", hint=f"one of {', '.join(WEIGHTS)}")
+        if self.engine not in ENGINES:
+            raise UsageError(f"--engine {self.engine}: unknown", hint=f"one of {', '.join(ENGINES)}")
+        if self.compiled and self.engine != "transformers":
+            raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
 
 
 def _check_writable(file: Path) -> None:

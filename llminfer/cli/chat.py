@@ -17,7 +17,7 @@ from llminfer.cli.options import check_flags
 from llminfer.cli.stream import stream, text_of, write_text
 from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
-from llminfer.params import StopCriteria
+from llminfer.params import Execution, StopCriteria
 
 if TYPE_CHECKING:
     from llminfer.engine.conversation import Conversation
@@ -44,6 +44,9 @@ def chat(
     ignore_eos: options.IgnoreEos = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    weights: options.Weights = None,
+    engine: options.Engine = "transformers",
+    compiled: options.Compile = False,
     cache: options.Cache = "dynamic",
     quiet: options.Quiet = False,
     allow_pickle: options.AllowPickle = False,
@@ -73,6 +76,7 @@ def chat(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
         talks=not quiet,
+        execution=Execution(weights=weights, engine=engine, compiled=compiled),
     )
     check_flags(flags, max_new_tokens)
     check_choice(choice)

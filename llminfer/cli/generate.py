@@ -18,7 +18,7 @@ from llminfer.cli.prompts import ManyPrompts
 from llminfer.cli.stream import interrupts, stream, text_of, write_text
 from llminfer.errors import InvalidParams, LlminferError, UsageError
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, StopCriteria, check_range
+from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, Execution, StopCriteria, check_range
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -100,6 +100,9 @@ def generate(
     ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    weights: options.Weights = None,
+    engine: options.Engine = "transformers",
+    compiled: options.Compile = False,
     cache: Annotated[
         str,
         typer.Option(
@@ -171,7 +174,12 @@ def generate(
     try:
         check_flags(flags, max_new_tokens)
         _check_choices(request)
-        request = replace(request, caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)))
+        execution = Execution(weights=weights, engine=engine, compiled=compiled)
+        request = replace(
+            request,
+            caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)),
+            choice=replace(request.choice, execution=execution),
+        )
         _check_caching(request)
         biases = parse_logit_bias(logit_bias or [])
         request = replace(

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llminfer.errors import UsageError
-from llminfer.params import DEVICE, DTYPES, CacheOptions
+from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -30,6 +30,7 @@ class ModelChoice:
     allow_pickle: bool
     trust_remote_code: bool
     talks: bool
+    execution: Execution = field(default_factory=Execution)
 
 
 def check_choice(choice: ModelChoice) -> None:
@@ -78,6 +79,7 @@ def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: Cache
                 dtype=choice.dtype,
                 trust_remote_code=choice.trust_remote_code,
                 cache=cache or CacheOptions(),
+                execution=choice.execution,
             )
 
 

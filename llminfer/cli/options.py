@@ -55,6 +55,15 @@ Stop = Annotated[
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", metavar="FORMAT", help="Hold linear layers as float32, float16, int8 or int4."),
+]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", metavar="ENGINE", help="transformers, or native: our compiled step, for common families."),
+]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
 Cache = Annotated[
     str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
 ]

@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
+from llminfer.engine.execution import prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
-from llminfer.params import CacheOptions
+from llminfer.params import CacheOptions, Execution
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -41,6 +42,7 @@ class LoadedModel:
         notes: what the user should know, such as a dtype that is not the checkpoint's.
         load_s: from the first look at the files until the weights were on the device.
         folder: where the weights are.
+        execution: what carries out the arithmetic.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LoadedModel:
     notes: tuple[str, ...]
     load_s: float
     folder: Path | None = None
+    execution: Execution = field(default_factory=Execution)
 
 
 def load(
@@ -66,6 +69,7 @@ def load(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     cache: CacheOptions | None = None,
+    execution: Execution | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; nothing is fetched, asked or unpickled on the way.
 
@@ -76,6 +80,7 @@ def load(
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: run Python code from the checkpoint's folder.
         cache: the cache that will be asked for, so that a model that cannot have it is not loaded.
+        execution: what carries out the arithmetic; the model's own forward and weights when not given.
 
     Raises:
         InvalidParams: for a device or dtype that is none, or that do not go together.
@@ -83,7 +88,7 @@ def load(
         UnsupportedArchitecture: for a model that does not continue text by itself.
         OutOfMemory: when the weights do not fit the device.
     """
-    start_s = time.perf_counter()
+    start_s, execution = time.perf_counter(), execution or Execution()
     _quiet_transformers()
     chosen_device = choose_device(device)
     config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
@@ -98,6 +103,7 @@ def load(
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     with _loading("weights", checkpoint.folder):
         model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
+        execution_notes = prepare_execution(model, execution, name or checkpoint.folder.name)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -113,11 +119,13 @@ def load(
         notes=(
             *((f"dtype {dtype_note}",) if dtype_note else ()),
             *weight_notes,
+            *execution_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
         ),
         load_s=time.perf_counter() - start_s,
         folder=checkpoint.folder,
+        execution=execution,
     )
 
 
