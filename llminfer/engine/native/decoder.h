@@ -108,7 +108,7 @@ class Decoder {
       if (m_.embedding != nullptr) {
         std::memcpy(x, m_.embedding + id * m_.hidden, m_.hidden * sizeof(float));
       } else {
-        std::vector<float> group(GROUP * m_.hidden);
+        std::vector<float> group(GROUP * BLOCK * blocks_of(m_.hidden));
         group_to_floats(*m_.embedding_rows, id / GROUP, 0, m_.hidden, group.data());
         for (long c = 0; c < m_.hidden; ++c) x[c] = group[c * GROUP + id % GROUP];
       }

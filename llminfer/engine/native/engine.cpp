@@ -51,24 +51,11 @@ void llminfer_pack(const Matrix* matrix, const float* weights) {
   });
 }
 
-// Rows of a GGUF tensor of q4_0, q4_1 or q8_0 blocks, row_bytes apart, in the order that `order` gives.
-void llminfer_pack_gguf(const Matrix* matrix, int32_t type, const uint8_t* blocks, int64_t row_bytes,
-                        const int64_t* order) {
-  uint8_t* to = const_cast<uint8_t*>(matrix->data);
-  const long bytes = group_bytes(matrix->format, matrix->columns);
-  Threads& threads = Threads::shared();
-  threads.run([&](int thread) {
-    const Range mine = share(groups_of(matrix->rows), thread, threads.count());
-    for (long r = mine.begin * GROUP; r < std::min<long>(mine.end * GROUP, matrix->rows); ++r)
-      pack_gguf_row(type, blocks + order[r] * row_bytes, matrix->columns, r % GROUP, to + r / GROUP * bytes);
-  });
-}
-
 // The rows that `ids` name as floats, [count][columns].
 void llminfer_rows(const Matrix* matrix, const int64_t* ids, int64_t count, float* out) {
   Threads& threads = Threads::shared();
   threads.run([&](int thread) {
-    std::vector<float> group(GROUP * matrix->columns);
+    std::vector<float> group(GROUP * BLOCK * blocks_of(matrix->columns));
     const Range mine = share(count, thread, threads.count());
     for (long i = mine.begin; i < mine.end; ++i) {
       group_to_floats(*matrix, ids[i] / GROUP, 0, matrix->columns, group.data());
@@ -80,7 +67,7 @@ void llminfer_rows(const Matrix* matrix, const int64_t* ids, int64_t count, floa
 // y = x · weightsᵀ + bias: x is [count][columns], y is [count][rows].
 void llminfer_multiply(const Matrix* matrix, const float* x, int64_t count, float* y) {
   Threads& threads = Threads::shared();
-  const bool many = count >= MANY;
+  const bool many = count >= many_from(matrix->format);
   IntegerStore store;
   Vectors vectors{x, matrix->columns};
   if (!many && takes_integers(matrix->format)) vectors = store.fill(x, matrix->columns, matrix->columns, count);

@@ -87,7 +87,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "advise": (None, (c_void_p, c_int64)),
     "pack": (None, (_MATRIX, c_void_p)),
-    "pack_gguf": (None, (_MATRIX, c_int32, c_void_p, c_int64, c_void_p)),
     "rows": (None, (_MATRIX, c_void_p, c_int64, c_void_p)),
     "multiply": (None, (_MATRIX, c_void_p, c_int64, c_void_p)),
     "decoder": (c_void_p, (POINTER(ModelRecord),)),

@@ -6,11 +6,11 @@
 //   FLOAT32  [column][8] float
 //   FLOAT16  [column][8] half
 //   INT8     per block of 32 columns: [8] half scales, then [16 pairs of columns][8 rows][2] int8
-//   INT4     per block of 32 columns: [8] half scales, [8] half minima, then [8][8 rows][2] bytes whose low
-//            nibbles are pair p of columns and whose high nibbles are pair p + 8
+//   INT4     per block of 32 columns: [8] half scales, [8] half minima, then [4][8 rows][2] 16-bit words, whose
+//            four nibbles are from the pairs p, p + 4, p + 8 and p + 12 of columns, the lowest first
 //
-// A weight is scale * q, or scale * q + minimum: the arithmetic of GGUF's q8_0, q4_0 and q4_1, whose blocks
-// are taken as they are. Vectors meet INT8 and INT4 as 16-bit integers in blocks of 32 with a scale each,
+// A weight is scale * q, or scale * q + minimum: the arithmetic of GGUF's q8_0, q4_0 and q4_1, so weights that
+// came from such blocks keep their values. Vectors meet INT8 and INT4 as 16-bit integers in blocks of 32 with a scale each,
 // whose error is far below that of the weights.
 #pragma once
 
@@ -147,10 +147,16 @@ static inline Sums add_product(Sums sums, Pairs weights, const int16_t* values) 
 static inline Pairs pairs_int8(const uint8_t* from) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-static inline void pairs_int4(const uint8_t* from, Pairs* low, Pairs* high) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
-  *low = _mm256_cvtepu8_epi16(_mm_and_si128(bytes, mask));
-  *high = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+static inline void pairs_int4(const uint8_t* from, Pairs pairs[4]) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), mask = _mm256_set1_epi16(15);
+  pairs[0] = _mm256_and_si256(words, mask);
+  pairs[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), mask);
+  pairs[2] = _mm256_and_si256(_mm256_srli_epi16(words, 8), mask);
+  pairs[3] = _mm256_srli_epi16(words, 12);
+}
+static inline void columns_of(Pairs pairs, float8* even, float8* odd) {
+  *even = (float8)_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
+  *odd = (float8)_mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
 }
 #else
 typedef int32_t Sums __attribute__((vector_size(32)));
@@ -166,10 +172,14 @@ static inline Pairs pairs_int8(const uint8_t* from) {
   for (int i = 0; i < 16; ++i) pairs[i] = static_cast<int8_t>(from[i]);
   return pairs;
 }
-static inline void pairs_int4(const uint8_t* from, Pairs* low, Pairs* high) {
-  for (int i = 0; i < 16; ++i) {
-    (*low)[i] = from[i] & 15;
-    (*high)[i] = from[i] >> 4;
+static inline void pairs_int4(const uint8_t* from, Pairs pairs[4]) {
+  for (int i = 0; i < 16; ++i)
+    for (int n = 0; n < 4; ++n) pairs[n][i] = from[2 * i + n / 2] >> (n % 2 * 4) & 15;
+}
+static inline void columns_of(Pairs pairs, float8* even, float8* odd) {
+  for (int r = 0; r < 8; ++r) {
+    (*even)[r] = pairs[2 * r];
+    (*odd)[r] = pairs[2 * r + 1];
   }
 }
 #endif
@@ -212,13 +222,15 @@ static inline void times_int4(const uint8_t* w, const Vectors& x, long first, lo
     const float8 minimum = load8_half(reinterpret_cast<const uint16_t*>(w) + 8);
     Sums even[T], odd[T];
     for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
-    for (int p = 0; p < 8; ++p) {
-      Pairs low, high;
-      pairs_int4(w + 32 + p * 16, &low, &high);
+    for (int p = 0; p < 4; ++p) {
+      Pairs pairs[4];
+      pairs_int4(w + 32 + p * 32, pairs);
       for (int t = 0; t < T; ++t) {
         const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
-        even[t] = add_product(even[t], low, values);
-        odd[t] = add_product(odd[t], high, values + 16);
+        even[t] = add_product(even[t], pairs[0], values);
+        odd[t] = add_product(odd[t], pairs[1], values + 8);
+        even[t] = add_product(even[t], pairs[2], values + 16);
+        odd[t] = add_product(odd[t], pairs[3], values + 24);
       }
     }
     for (int t = 0; t < T; ++t) {
@@ -267,11 +279,37 @@ static void multiply_few(const Matrix& m, long begin, long end, const Vectors& x
 
 // Many vectors: tiles of weights become floats once and meet all vectors of a chunk
 
-constexpr long MANY = 12;              // from so many vectors on
+// from so many vectors on; integers are taken apart either way
+static inline long many_from(int32_t format) { return takes_integers(format) ? 32 : 12; }
 constexpr long TILE_COLUMNS = 512;     // 16 rows of them stay in the second-level cache
 constexpr long CHUNK_VECTORS = 120;    // so do their vectors
 
-// Columns [from, to) of one group as floats: [column][8].
+// A block of 32 columns of one group as floats: [column][8].
+static inline void block_to_floats(const Matrix& m, const uint8_t* block, float* out) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
+  const float8 scale = load8_half(halves);
+  float8 even, odd;
+  if (m.format == INT8) {
+    for (int p = 0; p < 16; ++p) {
+      columns_of(pairs_int8(block + 16 + p * 16), &even, &odd);
+      store8(out + 2 * p * GROUP, even * scale);
+      store8(out + (2 * p + 1) * GROUP, odd * scale);
+    }
+    return;
+  }
+  const float8 minimum = load8_half(halves + 8);
+  for (int p = 0; p < 4; ++p) {
+    Pairs pairs[4];
+    pairs_int4(block + 32 + p * 32, pairs);
+    for (int n = 0; n < 4; ++n) {
+      columns_of(pairs[n], &even, &odd);
+      store8(out + (2 * p + 8 * n) * GROUP, even * scale + minimum);
+      store8(out + (2 * p + 8 * n + 1) * GROUP, odd * scale + minimum);
+    }
+  }
+}
+
+// Columns [from, to) of one group as floats, [column][8]; `from` starts a block, and the last block is whole.
 static void group_to_floats(const Matrix& m, long g, long from, long to, float* out) {
   const uint8_t* group = m.data + g * group_bytes(m.format, m.columns);
   if (m.format == FLOAT32) {
@@ -280,21 +318,9 @@ static void group_to_floats(const Matrix& m, long g, long from, long to, float* 
     const uint16_t* w = reinterpret_cast<const uint16_t*>(group);
     for (long c = from; c < to; ++c) store8(out + (c - from) * GROUP, load8_half(w + c * GROUP));
   } else {
-    const bool four = m.format == INT4;
-    for (long c = from; c < to; ++c) {
-      const long b = c / BLOCK, pair = c % BLOCK / 2, odd = c % 2;
-      const uint8_t* block = group + b * (four ? INT4_BLOCK_BYTES : INT8_BLOCK_BYTES);
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
-      const uint8_t* q = block + (four ? 32 + pair % 8 * 16 : 16 + pair * 16);
-      float8 value;
-      for (int r = 0; r < 8; ++r) {
-        const uint8_t byte = q[2 * r + odd];
-        value[r] = four ? static_cast<float>(pair < 8 ? byte & 15 : byte >> 4) : static_cast<float>(static_cast<int8_t>(byte));
-      }
-      value = value * load8_half(halves);
-      if (four) value += load8_half(halves + 8);
-      store8(out + (c - from) * GROUP, value);
-    }
+    const long bytes = m.format == INT8 ? INT8_BLOCK_BYTES : INT4_BLOCK_BYTES;
+    for (long b = from / BLOCK; b < blocks_of(to); ++b)
+      block_to_floats(m, group + b * bytes, out + (b * BLOCK - from) * GROUP);
   }
 }
 
@@ -385,36 +411,52 @@ static void pack_int8_row(const float* w, long columns, long row_in_group, uint8
 }
 
 static inline void put_nibble(uint8_t* block, long row_in_group, long column, int q) {
-  const long pair = column / 2;
-  uint8_t& byte = block[32 + pair % 8 * 16 + row_in_group * 2 + column % 2];
-  byte = pair < 8 ? (byte & 0xf0) | q : (byte & 0x0f) | (q << 4);
+  const long pair = column / 2, nibble = pair / 4;
+  uint8_t& byte = block[32 + pair % 4 * 32 + (row_in_group * 2 + column % 2) * 2 + nibble / 2];
+  byte |= q << (nibble % 2 * 4);
 }
 
-// The scale and minimum of 32 weights with the least squared error, from the range inwards: after each rounding
-// the line through (q, weight) is fitted again.
+// A block's weights with a scale and a minimum: rounds them, returns the squared error.
+static float round_int4(const float* w, long count, uint16_t half_scale, uint16_t half_minimum, int* q) {
+  const float scale = half_to_float(half_scale), minimum = half_to_float(half_minimum);
+  float error = 0;
+  for (long i = 0; i < count; ++i) {
+    const float position = scale != 0 ? std::nearbyint((w[i] - minimum) / scale) : 0.0f;
+    q[i] = static_cast<int>(std::max(0.0f, std::min(15.0f, position)));
+    const float off = w[i] - (scale * q[i] + minimum);
+    error += off * off;
+  }
+  return error;
+}
+
+// The scale and minimum with the least error, tried from where common quantizers put them (the whole range in
+// 15 parts, or the extreme at eight scales below zero), so that weights which were made of such blocks are found
+// exactly; then the line through (quant, weight) is fitted until that no longer helps.
 static void fit_int4(const float* w, long count, uint16_t* scale, uint16_t* minimum, int* q) {
   float low = w[0], high = w[0];
   for (long i = 1; i < count; ++i) low = std::min(low, w[i]), high = std::max(high, w[i]);
-  float best_error = INFINITY;
-  float d = (high - low) / 15.0f, m = low;
-  for (int round = 0; round < 4; ++round) {
-    const uint16_t half_d = float_to_half(d), half_m = float_to_half(m);
-    const float scale_now = half_to_float(half_d), minimum_now = half_to_float(half_m);
-    float error = 0, sum_q = 0, sum_qq = 0, sum_w = 0, sum_qw = 0;
-    int now[BLOCK];
-    for (long i = 0; i < count; ++i) {
-      const float position = scale_now != 0 ? std::nearbyint((w[i] - minimum_now) / scale_now) : 0.0f;
-      now[i] = static_cast<int>(std::max(0.0f, std::min(15.0f, position)));
-      const float off = w[i] - (scale_now * now[i] + minimum_now);
-      error += off * off, sum_q += now[i], sum_qq += now[i] * now[i], sum_w += w[i], sum_qw += now[i] * w[i];
+  const float extreme = -low > high ? low : high;
+  const float tries[2][2] = {{(high - low) / 15.0f, low}, {extreme / -8.0f, extreme}};
+  float best = INFINITY;
+  int now[BLOCK];
+  for (const auto& start : tries) {
+    float d = start[0], m = start[1], before = INFINITY;
+    for (int round = 0; round < 4; ++round) {
+      const uint16_t half_d = float_to_half(d), half_m = float_to_half(m);
+      const float error = round_int4(w, count, half_d, half_m, now);
+      if (error < best) {
+        best = error, *scale = half_d, *minimum = half_m;
+        std::copy(now, now + count, q);
+      }
+      float sum_q = 0, sum_qq = 0, sum_w = 0, sum_qw = 0;
+      for (long i = 0; i < count; ++i)
+        sum_q += now[i], sum_qq += now[i] * now[i], sum_w += w[i], sum_qw += now[i] * w[i];
+      const float spread = count * sum_qq - sum_q * sum_q;
+      if (!(error < before) || error == 0 || spread <= 0) break;
+      before = error;
+      d = (count * sum_qw - sum_q * sum_w) / spread;
+      m = (sum_w - d * sum_q) / count;
     }
-    if (!(error < best_error)) break;
-    best_error = error, *scale = half_d, *minimum = half_m;
-    std::copy(now, now + count, q);
-    const float spread = count * sum_qq - sum_q * sum_q;
-    if (spread <= 0) break;
-    d = (count * sum_qw - sum_q * sum_w) / spread;
-    m = (sum_w - d * sum_q) / count;
   }
 }
 
@@ -443,35 +485,5 @@ static void pack_row(int32_t format, const float* w, long columns, long row_in_g
     pack_int8_row(w, columns, row_in_group, group);
   } else {
     pack_int4_row(w, columns, row_in_group, group);
-  }
-}
-
-// GGUF's blocks of 32: half scale (q4_1: and half minimum), then quants; the nibbles of q4 hold columns i and i + 16.
-enum GgufType : int32_t { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8 };
-
-static void pack_gguf_row(int32_t type, const uint8_t* from, long columns, long row_in_group, uint8_t* group) {
-  for (long b = 0; b < blocks_of(columns); ++b) {
-    uint16_t scale;
-    std::memcpy(&scale, from, 2);
-    if (type == Q8_0) {
-      uint8_t* block = group + b * INT8_BLOCK_BYTES;
-      reinterpret_cast<uint16_t*>(block)[row_in_group] = scale;
-      for (long i = 0; i < BLOCK; ++i) block[16 + i / 2 * 16 + row_in_group * 2 + i % 2] = from[2 + i];
-      from += 34;
-      continue;
-    }
-    uint16_t minimum;
-    if (type == Q4_1) {
-      std::memcpy(&minimum, from + 2, 2);
-    } else {
-      minimum = float_to_half(-8.0f * half_to_float(scale));  // exact: a power of two
-    }
-    const uint8_t* nibbles = from + (type == Q4_1 ? 4 : 2);
-    uint8_t* block = group + b * INT4_BLOCK_BYTES;
-    reinterpret_cast<uint16_t*>(block)[row_in_group] = scale;
-    reinterpret_cast<uint16_t*>(block)[8 + row_in_group] = minimum;
-    for (long i = 0; i < BLOCK; ++i)
-      put_nibble(block, row_in_group, i, i < 16 ? nibbles[i] & 15 : nibbles[i - 16] >> 4);
-    from += type == Q4_1 ? 20 : 18;
   }
 }

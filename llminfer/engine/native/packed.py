@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llminfer.engine.native.library import FORMATS, MatrixRecord, library, pointer
+from llminfer.engine.weights import PackedLinear
 
 GROUP_ROWS = 8  # rows are packed in groups of so many
+_HEAD_FORMATS = {"int4": "int8"}
 
 
-class PackedLinear(nn.Module):
+class NativeLinear(PackedLinear):
     """`x @ weight.T + bias` for x of shape [..., columns], from weights in one of `FORMATS`.
 
     Computes in float32 and gives back the element type it was given.
@@ -24,10 +26,9 @@ class PackedLinear(nn.Module):
     """
 
     packed: Tensor
-    bias: Tensor | None
 
     def __init__(self, packed: Tensor, bias: Tensor | None, *, kind: str, rows: int, columns: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.format, self.out_features, self.in_features = kind, rows, columns
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous(), persistent=False)
@@ -54,9 +55,9 @@ class PackedLinear(nn.Module):
 
     def dequantized(self) -> Tensor:
         """The weights as they act, float32, shape [rows, columns]."""
-        return self.rows_of(torch.arange(self.out_features))
+        return self.embedded(torch.arange(self.out_features))
 
-    def rows_of(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         """Rows by their numbers, float32, shape [*ids.shape, columns]."""
         numbers = ids.detach().to(torch.long).contiguous()
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.out_features:
@@ -72,9 +73,7 @@ class PackedLinear(nn.Module):
         group_bytes = library().packed_bytes(self.record.format, GROUP_ROWS, self.in_features)
         bias = None if self.bias is None else self.bias.data_ptr() + 4 * first
         data = self.packed.data_ptr() + first // GROUP_ROWS * group_bytes
-        return MatrixRecord(
-            format=self.record.format, rows=rows, columns=self.in_features, data=data, bias=bias
-        )
+        return MatrixRecord(format=self.record.format, rows=rows, columns=self.in_features, data=data, bias=bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
@@ -83,20 +82,25 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """An embedding that looks its rows up in the weights of a packed output layer, so that they are held once."""
 
-    def __init__(self, head: PackedLinear, *, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, head: NativeLinear, *, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         # not a submodule: the weights belong to the head
         self._head = (head,)
-        self.scale, self.dtype = scale, dtype
+        self.embed_scale, self.dtype = scale, dtype
         self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
+
+    @property
+    def head(self) -> NativeLinear:
+        """The layer that holds the weights."""
+        return self._head[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of the ids, shape [*ids.shape, columns]."""
-        rows = self._head[0].rows_of(ids)
-        return (rows if self.scale == 1.0 else rows * self.scale).to(self.dtype)
+        rows = self.head.embedded(ids)
+        return (rows if self.embed_scale == 1.0 else rows * self.embed_scale).to(self.dtype)
 
 
-def pack(weight: Tensor, bias: Tensor | None, kind: str) -> PackedLinear:
+def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
     """Pack the weights of a linear layer.
 
     Args:
@@ -105,28 +109,9 @@ def pack(weight: Tensor, bias: Tensor | None, kind: str) -> PackedLinear:
     """
     rows, columns = weight.shape
     packed = _empty(kind, rows, columns)
-    layer = PackedLinear(packed, bias, kind=kind, rows=rows, columns=columns)
+    layer = NativeLinear(packed, bias, kind=kind, rows=rows, columns=columns)
     values = weight.detach().to(torch.float32).contiguous()
     library().pack(ctypes.byref(layer.record), values.data_ptr())
-    return layer
-
-
-def pack_gguf(
-    blocks: Tensor, bias: Tensor | None, *, type_number: int, row_bytes: int, order: Sequence[int], columns: int
-) -> PackedLinear:
-    """Take over a GGUF tensor's own blocks (q4_0, q4_1, q8_0), its rows in the order given.
-
-    Args:
-        blocks: the tensor's bytes, uint8.
-        order: the row of the file that each row of the layer is.
-    """
-    kind = "int8" if type_number == 8 else "int4"
-    packed = _empty(kind, len(order), columns)
-    layer = PackedLinear(packed, bias, kind=kind, rows=len(order), columns=columns)
-    numbers = torch.tensor(order, dtype=torch.long)
-    library().pack_gguf(
-        ctypes.byref(layer.record), type_number, blocks.data_ptr(), row_bytes, numbers.data_ptr()
-    )
     return layer
 
 
@@ -136,3 +121,24 @@ def _empty(kind: str, rows: int, columns: int) -> Tensor:
     packed = torch.empty(size_bytes, dtype=torch.uint8)
     library().advise(packed.data_ptr(), size_bytes)
     return packed.zero_()
+
+
+def pack_model(model: Any, kind: str) -> None:
+    """Pack every linear layer of a causal language model; an output layer tied to the embedding is held once.
+
+    With int4 the output layer has int8 weights: it is where 4 bits cost most, and where files with 4-bit
+    weights have more themselves.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                setattr(
+                    parent,
+                    name,
+                    pack(layer.weight, layer.bias, _HEAD_FORMATS.get(kind, kind) if layer is head else kind),
+                )
+    if tied:
+        scale = float(getattr(embedding, "embed_scale", 1.0))
+        model.set_input_embeddings(PackedEmbedding(model.get_output_embeddings(), scale=scale))
