@@ -6,7 +6,7 @@ How large the buffers are depends on the number of tokens alone, not on how they
 one by one, or after others were taken back. So the bytes held can be predicted.
 
 A sliding layer's window moves along its buffer; at the buffer's end it is moved back to the front.
-Layers of other kinds (recurrent, indexed, compressed, hybrid, shared) stay transformers' own.
+Layers of other kinds (recurrent, compressed, hybrid, shared) stay transformers' own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from llminfer.kv.runtimes.llminfer import capacity
 
@@ -207,6 +207,11 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
             self.begin = self._first_kept(self.end)
         self._fit()
 
+    def advance_over(self, tokens: int) -> None:
+        """Count `tokens` more as seen, in front of those that are kept: they have left the window."""
+        self.cumulative_length += tokens
+        self._fit()
+
     def get_seq_length(self) -> int:
         """Tokens of the sequence so far, also those that have left the window."""
         return int(self.cumulative_length)
@@ -236,8 +241,12 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
         return max(self.begin, end - int(self.sliding_window) + 1)
 
 
+class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):  # type: ignore[misc]
+    """Keys and values of every token as a growing layer, the indexer's keys as transformers keeps them."""
+
+
 class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """The layers of `DynamicCache(config=...)`, the plain and the sliding ones among them as growing layers."""
+    """The layers of `DynamicCache(config=...)`, the plain, indexed and sliding ones among them as growing layers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -248,6 +257,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
 # exact classes: a subclass may do more than its parent
 _GROWING: Mapping[type, Callable[[Any], Any]] = {
     DynamicLayer: lambda layer: GrowingLayer(),
+    DynamicIndexedLayer: lambda layer: GrowingIndexedLayer(),
     DynamicSlidingWindowLayer: lambda layer: GrowingSlidingLayer(layer.sliding_window),
 }
 
