@@ -246,10 +246,11 @@ class Decoder:
         for name, matrix in (*_projections(attention, self._kv_heads, self._head_dim), *_mlp(mlp)):
             setattr(record, name, matrix)
         places = ("attention_in", "attention_out", "mlp_in", "mlp_out")
-        for place, name in zip(places, family.norms, strict=True):
-            setattr(record, place, None if name is None else self._norm(getattr(layer, name), family, hidden))
-        for place, attribute in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-            norm = getattr(attention, attribute, None)
+        for place, norm_name in zip(places, family.norms, strict=True):
+            norm = None if norm_name is None else getattr(layer, norm_name)
+            setattr(record, place, None if norm is None else self._norm(norm, family, hidden))
+        for place, norm_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            norm = getattr(attention, norm_name, None)
             setattr(record, place, None if norm is None else self._norm(norm, family, self._head_dim))
         record.rotation = None if kind is None else pointer(self._rotations[kind].table)
 

@@ -134,11 +134,8 @@ def pack_model(model: Any, kind: str) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:
-                setattr(
-                    parent,
-                    name,
-                    pack(layer.weight, layer.bias, _HEAD_FORMATS.get(kind, kind) if layer is head else kind),
-                )
+                own_kind = _HEAD_FORMATS.get(kind, kind) if layer is head else kind
+                setattr(parent, name, pack(layer.weight, layer.bias, own_kind))
     if tied:
         scale = float(getattr(embedding, "embed_scale", 1.0))
         model.set_input_embeddings(PackedEmbedding(model.get_output_embeddings(), scale=scale))
