@@ -50,6 +50,7 @@ from llminfer.engine.default_model import DEFAULT_GENERATION, DEFAULT_MODEL_NAME
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError  # noqa: E402
 from llminfer.kv.families import read_model  # noqa: E402
 from llminfer.kv.footprint import footprint  # noqa: E402
+from llminfer.kv.gguf import read_gguf_header  # noqa: E402
 from llminfer.kv.weights import weights_bytes  # noqa: E402
 
 TEXT = (
@@ -255,7 +256,7 @@ def load(contender: Contender, model: Model, prompt: str, arguments: argparse.Na
     if contender.made is not None and python is not None:
         told["path"] = str(peer_file(contender.made, model, python, arguments.timeout))
         if contender.made[0] == "gguf":
-            told["weight_bytes"] = weights_bytes(Path(told["path"]), name=contender.name)
+            told["weight_bytes"] = gguf_bytes(Path(told["path"]))
     worker = start(contender.name, worker_command(python), worker_environment(arguments.threads))
     try:
         worker.facts = ask(worker, {"do": "load", "contender": told}, timeout_s=arguments.timeout)
@@ -313,6 +314,14 @@ def peer_file(made: tuple[str, str], model: Model, python: Path, timeout_s: floa
         last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {failure.returncode}")
         raise WorkerFailed(f"making {path.name} failed: {last}") from failure
     return path
+
+
+def gguf_bytes(path: Path) -> int:
+    """Bytes of the tensors that a step reads in full: not an embedding table beside a head of its own."""
+    held = {tensor.name: tensor.nbytes for tensor in read_gguf_header(path).tensors}
+    if "output.weight" in held:
+        held.pop("token_embd.weight", None)
+    return sum(held.values())
 
 
 def peers_folder(model: Model) -> Path:

@@ -155,7 +155,7 @@ def format_document(document: Mapping[str, Any]) -> str:
     head = (
         f"{document['model']} · {document['prompt_tokens']} + {document['new_tokens']} tokens, greedy · "
         f"{document['threads']} threads · {document['rounds']} rounds · memory read at "
-        f"{bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f} to {bandwidth['max'] / 1e9:.1f})"
+        f"{bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f}–{bandwidth['max'] / 1e9:.1f})"
     )
     return "\n".join([head, *lines])
 
@@ -184,7 +184,7 @@ def _cells(row: Mapping[str, Any], new_tokens: int) -> tuple[str, ...]:
 
 
 def _rate(spread: Mapping[str, Any]) -> str:
-    return f"{spread['median']:.1f} ({spread['min']:.1f} to {spread['max']:.1f})"
+    return f"{spread['median']:.1f} ({spread['min']:.1f}–{spread['max']:.1f})"
 
 
 def _ratio(spread: Mapping[str, Any] | None) -> str:

@@ -140,22 +140,25 @@ def make_llminfer(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
         prefill_s = trace.steps[0].at_s - trace.started.tokenize_s
         return result(trace.token_ids, prefill_s, trace.decode_s or 0.0, new_tokens)
 
-    held = getattr(loaded, "weight_bytes", None)
-    return run, {"weight_bytes": tensor_bytes(loaded.model) if held is None else held}
+    return run, {"weight_bytes": tensor_bytes(loaded.model)}
 
 
 def tensor_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads in full: of an embedding table that is no head, it reads a row."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    held = {
-        tensor.data_ptr(): tensor.numel() * tensor.element_size()
-        for module in model.modules()
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    }
-    table = getattr(embedding, "weight", None)
-    tied = head is not None and table is not None and head.weight.data_ptr() == table.data_ptr()
-    if table is not None and not tied:
-        held.pop(table.data_ptr(), None)
+    """Bytes of the weights that a step reads in full, each counted once.
+
+    The embedding's own are left out, of which a step reads a row; a head that shares them counts them.
+    Layers in other formats say themselves what they hold, for not all of them hold tensors.
+    """
+    held: dict[object, int] = {}
+    for module in model.modules():
+        if module is model.get_input_embeddings():
+            continue
+        packed = getattr(module, "held_bytes", None)
+        if packed is not None:
+            held[module] = packed
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     return sum(held.values())
 
 

@@ -46,7 +46,9 @@ def test_a_session_of_two_contenders_and_one_that_is_not_there(tiny_llama: Path,
     # all but the embedding table, which is no head here
     with safe_open(str(tiny_llama / "model.safetensors"), framework="np") as tensors:
         held = {name: tensors.get_tensor(name).nbytes for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    assert reference["weight_bytes"] == ours["weight_bytes"] >= sum(held.values()) - held["model.embed_tokens.weight"]
+    read_in_full = sum(held.values()) - held["model.embed_tokens.weight"]
+    # and two tables of rotary frequencies, of 4 elements each
+    assert reference["weight_bytes"] == ours["weight_bytes"] == read_in_full + 2 * 4 * 4
     # two layers, keys and values, two heads of 8, in float32; 9 + 5 // 2 tokens
     assert ours["mean_kv_bytes"] == 2 * 2 * 2 * 8 * 4 * 11
     read = ours["weight_bytes"] + ours["mean_kv_bytes"]
@@ -189,6 +191,24 @@ def test_what_cannot_be_made_for_a_peer_is_one_line(tiny_llama: Path, tmp_path: 
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
+def test_the_weights_that_a_step_reads_are_counted_once() -> None:
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    # q and o 8 × 8, k and v 4 × 8, three matrices of the MLP 16 × 8, three norms of 8, two frequency tables of 2
+    layers = 4 * (2 * 64 + 2 * 32 + 3 * 128 + 3 * 8 + 2 * 2)
+    assert worker.tensor_bytes(model) == layers + 4 * 11 * 8
+
+    class Packed(nn.Module):
+        held_bytes = 5
+
+    model.lm_head = Packed()
+    assert worker.tensor_bytes(model) == layers + 5
+
+
 def test_every_row_of_the_table_has_what_runs_it() -> None:
     assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
     for contender in CONTENDERS:
@@ -255,11 +275,11 @@ def test_the_document_and_its_table() -> None:
     shares = [2 / 0.5 * 1000004000 / 20e9, 2 / 1 * 1000004000 / 25e9, 2 / 1 * 1000004000 / 30e9]
     assert ours["roofline_share"]["median"] == pytest.approx(statistics.median(shares))
     expected = """\
-        a model · 10 + 3 tokens, greedy · 2 threads · 3 rounds · memory read at 25.0 GB/s (20.0 to 30.0)
-        contender             decode tokens/s      ×     prefill tokens/s     ×  roofline  weights      peak  same tokens
-        generate-float32     1.0 (0.5 to 2.0)   1.00  20.0 (20.0 to 20.0)  1.00      0.04  954 MiB  1024 MiB        all 3
-        llminfer             2.0 (2.0 to 4.0)   2.00  40.0 (40.0 to 40.0)  2.00      0.08  954 MiB   512 MiB        all 3
-        llama.cpp-q4_0    20.0 (20.0 to 20.0)  20.00  10.0 (10.0 to 10.0)  0.50         –        –         –      first 1
+        a model · 10 + 3 tokens, greedy · 2 threads · 3 rounds · memory read at 25.0 GB/s (20.0–30.0)
+        contender         decode tokens/s      ×  prefill tokens/s     ×  roofline  weights      peak  same tokens
+        generate-float32    1.0 (0.5–2.0)   1.00  20.0 (20.0–20.0)  1.00      0.04  954 MiB  1024 MiB        all 3
+        llminfer            2.0 (2.0–4.0)   2.00  40.0 (40.0–40.0)  2.00      0.08  954 MiB   512 MiB        all 3
+        llama.cpp-q4_0   20.0 (20.0–20.0)  20.00  10.0 (10.0–10.0)  0.50         –        –         –      first 1
         skipped openvino-q4_0: it is not here
         note: llminfer used 0.50 cores while it waited, which slows the others
         note: other programs kept 1.5 cores busy; these figures are not to be trusted"""
