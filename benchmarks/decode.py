@@ -87,7 +87,10 @@ def main() -> int:
         if error.hint:
             say(f"hint: {error.hint}")
         return error.exit_code
-    document = measure(contenders, model, prompt, prompt_ids, kv_elements, arguments)
+    try:
+        document = measure(contenders, model, prompt, prompt_ids, kv_elements, arguments)
+    except KeyboardInterrupt:
+        return 130
     print(json.dumps(document, indent=2, allow_nan=False) if arguments.json else format_document(document))
     return 0 if document["contenders"] else 1
 
@@ -260,7 +263,7 @@ def load(contender: Contender, model: Model, prompt: str, arguments: argparse.Na
     worker = start(contender.name, worker_command(python), worker_environment(arguments.threads))
     try:
         worker.facts = ask(worker, {"do": "load", "contender": told}, timeout_s=arguments.timeout)
-    except WorkerFailed:
+    except BaseException:
         stop(worker)
         raise
     return worker

@@ -276,10 +276,10 @@ def test_the_document_and_its_table() -> None:
     assert ours["roofline_share"]["median"] == pytest.approx(statistics.median(shares))
     expected = """\
         a model · 10 + 3 tokens, greedy · 2 threads · 3 rounds · memory read at 25.0 GB/s (20.0–30.0)
-        contender         decode tokens/s      ×  prefill tokens/s     ×  roofline  weights      peak  same tokens
-        generate-float32    1.0 (0.5–2.0)   1.00  20.0 (20.0–20.0)  1.00      0.04  954 MiB  1024 MiB        all 3
-        llminfer            2.0 (2.0–4.0)   2.00  40.0 (40.0–40.0)  2.00      0.08  954 MiB   512 MiB        all 3
-        llama.cpp-q4_0   20.0 (20.0–20.0)  20.00  10.0 (10.0–10.0)  0.50         –        –         –      first 1
+        contender          decode tokens/s      ×  prefill tokens/s     ×  roofline  weights      peak  same tokens
+        generate-float32     1.0 (0.5–2.0)   1.00  20.0 (20.0–20.0)  1.00      0.04  954 MiB  1024 MiB        all 3
+        llminfer             2.0 (2.0–4.0)   2.00  40.0 (40.0–40.0)  2.00      0.08  954 MiB   512 MiB        all 3
+        llama.cpp-q4_0    20.0 (20.0–20.0)  20.00  10.0 (10.0–10.0)  0.50         –        –         –      first 1
         skipped openvino-q4_0: it is not here
         note: llminfer used 0.50 cores while it waited, which slows the others
         note: other programs kept 1.5 cores busy; these figures are not to be trusted"""
