@@ -61,7 +61,7 @@ TEXT = (
     "travelled. He counted on his fingers, laughed, and said that he would tell them the story from the beginning. "
 )
 # what a process with torch and transformers takes beside the weights
-LIBRARIES_BYTES = 800 * 1024**2
+LIBRARIES_BYTES = 500 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

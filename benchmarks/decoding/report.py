@@ -154,7 +154,7 @@ def format_document(document: Mapping[str, Any]) -> str:
         lines.append(f"note: other programs kept {busy['median']:.1f} cores busy; these figures are not to be trusted")
     head = (
         f"{document['model']} · {document['prompt_tokens']} + {document['new_tokens']} tokens, greedy · "
-        f"{document['threads']} threads · {document['rounds']} rounds · memory read at "
+        f"{_count(document['threads'], 'thread')} · {_count(document['rounds'], 'round')} · memory read at "
         f"{bandwidth['median'] / 1e9:.1f} GB/s ({bandwidth['min'] / 1e9:.1f}–{bandwidth['max'] / 1e9:.1f})"
     )
     return "\n".join([head, *lines])
@@ -181,6 +181,10 @@ def _cells(row: Mapping[str, Any], new_tokens: int) -> tuple[str, ...]:
         _mebibytes(row["peak_bytes"]),
         "–" if equal is None else f"all {equal}" if equal == new_tokens else f"first {equal}",
     )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _rate(spread: Mapping[str, Any]) -> str:

@@ -123,14 +123,15 @@ def make_llminfer(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
     from llminfer.events import Trace
     from llminfer.params import CacheOptions, SamplingParams, StopCriteria
 
-    options = CacheOptions(kind=contender.get("cache", "dynamic"))
+    # what the row does not state is as users get it
+    cache = {"cache": CacheOptions(kind=contender["cache"])} if "cache" in contender else {}
     execution = {name: contender[name] for name in ("weights", "engine", "compiled") if name in contender}
     loaded = load(contender["model"], device="cpu", dtype=contender.get("dtype", "auto"), **execution)
 
     def run(prompt_ids: list[int], new_tokens: int) -> dict[str, Any]:
         trace, stop = Trace(), StopCriteria(max_new_tokens=new_tokens, ignore_eos=True)
         greedy = SamplingParams(temperature=0.0)
-        for event in generate(loaded, contender["prompt"], sampling=greedy, stop=stop, raw=True, cache=options):
+        for event in generate(loaded, contender["prompt"], sampling=greedy, stop=stop, raw=True, **cache):
             trace.add(event)
         if trace.finished is not None and trace.finished.error is not None:
             raise trace.finished.error
