@@ -62,16 +62,16 @@ def filled(cache: Any, like: Any, context: int) -> Any:
     return cache
 
 
-def our_contender(model: Any, cache: Any, context: int) -> Contender:
-    """Our own loop, from this cache."""
+def our_contender(model: Any, kind: str, cache: Any, context: int) -> Contender:
+    """Our own loop, from this cache of this kind."""
     from llminfer.engine.clock import Clock
     from llminfer.engine.forward import make_forward
     from llminfer.engine.loop import decode
     from llminfer.engine.sampler import make_sampler
     from llminfer.engine.stop import Output, StopMatcher
-    from llminfer.params import SamplingParams
+    from llminfer.params import CacheOptions, SamplingParams
 
-    forward = make_forward(model, cache=cache, cached_ids=[1] * context)
+    forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context)
     sample = make_sampler(SamplingParams(temperature=0), [1], model.device)
 
     def buffers() -> list[int]:
@@ -162,7 +162,7 @@ def measure(model: Any, context: int, *, rounds: int, steps: int) -> dict[str, C
     def new(kind: str) -> Any:
         return filled(make_cache(CacheOptions(kind=kind), model, None), like, start)
 
-    contenders = {kind: our_contender(model, new(kind), start) for kind in OURS}
+    contenders = {kind: our_contender(model, kind, new(kind), start) for kind in OURS}
     contenders[GENERATE] = generate_contender(model, new("dynamic"), start)
     names = list(contenders)
     for number in range(rounds + 1):
