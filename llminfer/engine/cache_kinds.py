@@ -163,7 +163,14 @@ def _predict_dynamic(options: CacheOptions, kv: ModelKV, fed: Fed) -> Footprint:
 
 
 def _check_growing(options: CacheOptions, candidate: Candidate) -> None:
-    _check_own_cache("a growing cache", candidate)
+    what = "a growing cache"
+    _check_own_cache(what, candidate)
+    if candidate.model_type in NOT_GROWING:
+        raise candidate.refuse(what, NOT_GROWING[candidate.model_type])
+
+
+# what has layers that the cache is not made of
+NOT_GROWING: Mapping[str, str] = {"blt": "its patches have caches of their own"}
 
 
 def _make_growing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
