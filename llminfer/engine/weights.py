@@ -9,12 +9,14 @@ float32 product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.utils._pytree import tree_map
 
 # above so many tokens a dequantized product is faster than the kernels of int8 and int4
 FEW_TOKENS = 8
@@ -25,18 +27,51 @@ _VECTOR = 32  # columns that the int8 kernels may read at a time
 _HALF_ROWS = 16  # FBGEMM lays half-precision rows out in panels of so many
 
 
-class PackedLinear(nn.Module):
+class LazyWeight(Tensor):
+    """A float32 weight that is made when its values are asked for; its shape and type are there before.
+
+    Some models read no more of a layer's weight than its type, and an embedding no more than some rows.
+    """
+
+    _make: Callable[[], Tensor]
+    _rows: Callable[[Tensor], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], make: Callable[[], Tensor], rows: Callable[[Tensor], Tensor]) -> LazyWeight:
+        lazy: LazyWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
+        lazy._make, lazy._rows = make, rows
+        return lazy
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.embedding.default and isinstance(args[0], LazyWeight):
+            return args[0]._rows(args[1])
+        args, kwargs = tree_map(lambda value: value._make() if isinstance(value, LazyWeight) else value, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+class FixedModule(nn.Module):
+    """A module whose tensors are in the types that its format needs: moving and casting pass it by."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedModule:
+        return self
+
+
+class PackedLinear(FixedModule):
     """A linear layer whose weight is held in a format of its own.
 
     Attributes:
         format: the name of the format, as in `params.WEIGHTS`.
         in_features: columns of the weight.
         out_features: rows of the weight.
-        finds_rows: whether single rows can be read, so that an embedding can share the weight.
+        finds_rows: whether single rows can be read cheaply, so that an embedding can share the weight.
     """
 
     format: str
-    finds_rows = False
+    finds_rows = True
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -53,14 +88,14 @@ class PackedLinear(nn.Module):
         """The weight that the layer computes with, float32, shape [rows, columns]."""
         raise NotImplementedError
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """The weight's rows `ids`, float32, shape [*ids.shape, columns], where `finds_rows` says that it can."""
-        raise NotImplementedError
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The weight's rows `ids`, float32, shape [*ids.shape, columns]."""
+        return self.dequantized()[ids]
 
     @property
     def weight(self) -> Tensor:
         """The weight in float32, for code that reads it past the layer; made anew each time."""
-        return self.dequantized()
+        return LazyWeight((self.out_features, self.in_features), self.dequantized, self.embedded)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`, shape [..., columns] to [..., rows], in the type of `x`."""
@@ -78,6 +113,7 @@ class Float32Linear(PackedLinear):
     """The weight as it is, laid out for oneDNN."""
 
     format = "float32"
+    finds_rows = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -97,10 +133,35 @@ class Float32Linear(PackedLinear):
         return y.to(x.dtype)
 
 
+class TiedFloat32Linear(PackedLinear):
+    """A weight that is an embedding's as well, left as it is: oneDNN computes from it too."""
+
+    format = "float32"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._held = weight.detach().float()
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes  # the weight is the embedding's
+
+    def dequantized(self) -> Tensor:
+        return self._held
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self._held[ids]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.float(), self._held, self.bias, "none", [], "")
+        return y.to(x.dtype)
+
+
 class HalfLinear(PackedLinear):
     """Half-precision weights with float32 arithmetic, by FBGEMM."""
 
     format = "float16"
+    finds_rows = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -122,8 +183,6 @@ class HalfLinear(PackedLinear):
 
 class RowsLinear(PackedLinear):
     """A format whose rows can be read: packed kernels for few tokens, dequantized rows for many."""
-
-    finds_rows = True
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -167,7 +226,7 @@ class PlainHalfLinear(RowsLinear):
         super().__init__(weight, bias)
         self.register_buffer("held", weight.detach().half())
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         return self.held[ids].float()
 
     def _slice(self, start: int, stop: int) -> Tensor:
@@ -191,7 +250,7 @@ class Int8Linear(RowsLinear):
         self.register_buffer("held", held.to(torch.int8))
         self.register_buffer("scales", scales)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         return self.held[ids][..., : self.in_features] * self.scales[ids].float()[..., None]
 
     def _slice(self, start: int, stop: int) -> Tensor:
@@ -232,7 +291,7 @@ class Int4Linear(RowsLinear):
         self.register_buffer("scales_and_zeros", torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous())
         self._panel = panel
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         half = self._panel // 2
         place = ids % self._panel
         packed = self._panels()[ids // self._panel, :, place % half]  # [*ids, columns]
