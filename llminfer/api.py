@@ -93,7 +93,7 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
+        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
 
     Raises:
         UsageError: before the first event, for a prompt that is empty or longer than the context.
