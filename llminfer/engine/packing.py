@@ -99,6 +99,8 @@ def held_bytes(model: Any) -> int:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors[id(tensor)] = tensor.nbytes
+        if isinstance(lazy := module.__dict__.get("weight"), LazyWeight):
+            packed_bytes += lazy.held_bytes
     return packed_bytes + sum(tensors.values())
 
 
@@ -259,6 +261,5 @@ def _share(embedding: Any, head: PackedLinear) -> int:
         embedding.weight = LazyWeight(shape, head.dequantized, head.embedded)
         return 0
     half = head.dequantized().half()
-    embedding.register_buffer("half_weight", half, persistent=False)
-    embedding.weight = LazyWeight(shape, half.float, lambda ids: half[ids].float())
+    embedding.weight = LazyWeight(shape, half.float, lambda ids: half[ids].float(), held_bytes=half.nbytes)
     return half.nbytes

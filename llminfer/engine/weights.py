@@ -31,16 +31,26 @@ class LazyWeight(Tensor):
     """A float32 weight that is made when its values are asked for; its shape and type are there before.
 
     Some models read no more of a layer's weight than its type, and an embedding no more than some rows.
+    `held_bytes` is what it is made from, where no module counts that.
     """
+
+    held_bytes: int
 
     _make: Callable[[], Tensor]
     _rows: Callable[[Tensor], Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], make: Callable[[], Tensor], rows: Callable[[Tensor], Tensor]) -> LazyWeight:
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        make: Callable[[], Tensor],
+        rows: Callable[[Tensor], Tensor],
+        *,
+        held_bytes: int = 0,
+    ) -> LazyWeight:
         lazy: LazyWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
-        lazy._make, lazy._rows = make, rows
+        lazy._make, lazy._rows, lazy.held_bytes = make, rows, held_bytes
         return lazy
 
     @classmethod
