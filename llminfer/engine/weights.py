@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_map
 
 # above so many tokens a dequantized product is faster than the kernels of int8 and int4
-FEW_TOKENS = 8
+FEW_TOKENS = 32
 # elements of a weight that are dequantized at a time
 _PIECE_ELEMENTS = 2**22
 INT4_GROUP = 32  # columns that share a scale and a zero point
@@ -316,13 +316,15 @@ class Int4Linear(RowsLinear):
 
     def _slice(self, start: int, stop: int) -> Tensor:
         first, last = start // self._panel, -(-stop // self._panel)
-        packed = self._panels()[first:last]
-        nibbles = torch.cat((packed & 15, packed >> 4), dim=-1)  # [panels, columns, rows of a panel]
-        of_panels = self.scales_and_zeros[:, first * self._panel : last * self._panel].float()
-        # [panels, groups, 1, rows of a panel]
-        scales, zeros = of_panels.view(-1, last - first, self._panel, 2).transpose(0, 1)[:, :, None].unbind(dim=-1)
-        grouped = nibbles.view(last - first, -1, INT4_GROUP, self._panel).float().sub_(8)
-        weight = grouped.mul_(scales).add_(zeros).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+        packed = self._panels()[first:last].transpose(0, 1)  # [columns, panels, rows of a panel / 2]
+        # columns first, as they are held: the product takes the weight from either side
+        weight = torch.empty(self._columns, last - first, self._panel)
+        weight[..., : self._panel // 2] = packed & 15
+        weight[..., self._panel // 2 :] = packed >> 4
+        # [groups, 1, rows]
+        scales, zeros = self.scales_and_zeros[:, None, first * self._panel : last * self._panel].float().unbind(dim=-1)
+        grouped = weight.view(-1, INT4_GROUP, scales.shape[-1])
+        weight = torch.addcmul(zeros - 8 * scales, grouped, scales, out=grouped).flatten(0, 1).T
         return weight[: stop - start, : self.in_features]
 
     def _few(self, x: Tensor) -> Tensor:
