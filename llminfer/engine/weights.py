@@ -289,6 +289,7 @@ class Int4Linear(RowsLinear):
         rows, columns = weight.shape
         self._columns = -(-columns // INT4_GROUP) * INT4_GROUP
         weight = pad(weight.detach().float(), (0, self._columns - columns, 0, -rows % panel))
+        weight[:, columns:] = weight[:, columns - 1 : columns]  # zeros would widen the last group's range
         grouped = weight.view(len(weight), -1, INT4_GROUP)
         low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)
         # the kernel computes (q - 8) · scale + zero with both in bfloat16: q is chosen for the rounded ones
@@ -369,9 +370,13 @@ def _nonzero(scales: Tensor) -> Tensor:
     return scales.clamp_(min=torch.finfo(torch.bfloat16).tiny)
 
 
+def has_fbgemm() -> bool:
+    """Whether torch was built with FBGEMM, as it is for x86."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
 def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-    return (HalfLinear if has_fbgemm else PlainHalfLinear)(weight, bias)
+    return (HalfLinear if has_fbgemm() else PlainHalfLinear)(weight, bias)
 
 
 # format name to what makes its layer; a faster backend replaces rows
