@@ -20,6 +20,8 @@ FinishReason = Literal["eos", "stop", "length", "context", "time", "interrupted"
 class Started:
     """The run is about to do its first forward.
 
+    `weights` is the format that linear layers were packed in, None for those of the checkpoint, and
+    `weights_bytes` what the whole model holds.
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
@@ -45,6 +47,8 @@ class Started:
     kv_window: int | None = None
     prefill_chunk: int | None = None
     reused_tokens: int = 0
+    weights: str | None = None
+    weights_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 

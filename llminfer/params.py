@@ -217,6 +217,21 @@ class Execution:
         if self.compiled and self.engine != "transformers":
             raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
 
+    def check_placed(self, *, device: str, dtype: str) -> None:
+        """Refuse a device or an element type that the weights' format does not go with.
+
+        Raises:
+            UsageError: naming both.
+        """
+        if self.weights is None:
+            return
+        if device not in ("auto", "cpu"):
+            raise UsageError(f"--weights {self.weights} needs the CPU, not {device}", hint="drop one of them")
+        if dtype not in ("auto", "float32"):
+            raise UsageError(
+                f"--weights {self.weights} computes in float32, not in {dtype}", hint="drop --dtype or --weights"
+            )
+
 
 def _check_writable(file: Path) -> None:
     """Refuse a file that could not be written after the run, as far as that can be known."""

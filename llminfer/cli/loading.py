@@ -59,6 +59,7 @@ def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: Cache
 
     A model that cannot have the `cache` is refused before its weights are read.
     """
+    choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
     from llminfer.engine.checkpoint import inspect_checkpoint
 
     name, folder = _find_folder(choice, startup_s)

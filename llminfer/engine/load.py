@@ -20,8 +20,9 @@ from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
-from llminfer.engine.execution import prepare_execution
+from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.engine.packing import held_bytes
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
@@ -43,6 +44,7 @@ class LoadedModel:
         load_s: from the first look at the files until the weights were on the device.
         folder: where the weights are.
         execution: what carries out the arithmetic.
+        weights_bytes: bytes of all that the model holds: parameters, buffers and packed weights.
     """
 
     name: str
@@ -59,6 +61,7 @@ class LoadedModel:
     load_s: float
     folder: Path | None = None
     execution: Execution = field(default_factory=Execution)
+    weights_bytes: int | None = None
 
 
 def load(
@@ -89,20 +92,24 @@ def load(
         OutOfMemory: when the weights do not fit the device.
     """
     start_s, execution = time.perf_counter(), execution or Execution()
+    execution.check_placed(device=device, dtype=dtype)
     _quiet_transformers()
     chosen_device = choose_device(device)
     config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
     stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
-    chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
+    wanted_dtype = dtype if execution.weights is None else "float32"  # in which packed weights compute
+    chosen_dtype, dtype_note = choose_dtype(wanted_dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
     _check_quantization(config, str(checkpoint.folder))
+    check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
     if cache is not None:
         check_cache(cache, config, name or checkpoint.folder.name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     with _loading("weights", checkpoint.folder):
-        model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
+        read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
+        model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
         execution_notes = prepare_execution(model, execution, name or checkpoint.folder.name)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
@@ -126,6 +133,7 @@ def load(
         load_s=time.perf_counter() - start_s,
         folder=checkpoint.folder,
         execution=execution,
+        weights_bytes=held_bytes(model),
     )
 
 

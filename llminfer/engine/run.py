@@ -212,6 +212,8 @@ def make_started(
         stop=stop,
         eos_ids=tuple(sorted(loaded.eos_ids)),
         context_limit=loaded.context_limit,
+        weights=loaded.execution.weights,
+        weights_bytes=loaded.weights_bytes,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
         kv_at_limit=_predict(loaded, options, at_limit),
