@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llminfer.engine.compiled import check_compiled
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.params import Execution
 
@@ -17,6 +18,8 @@ def prepare_execution(model: Any, execution: Execution, source: str) -> tuple[st
     Raises:
         UnsupportedArchitecture: when the model cannot be run so.
     """
-    if execution != Execution():
+    if execution.compiled:
+        check_compiled(model.config, source, known=type(model))
+    if execution != Execution(compiled=execution.compiled):
         raise UnsupportedArchitecture(f"{source} cannot be run so yet")
     return ()
