@@ -106,7 +106,9 @@ def generate(
     cache: Annotated[
         str | None,
         typer.Option(
-            "--cache", metavar="CACHE", help="dynamic, static, quantized; none is the textbook loop without a cache."
+            "--cache",
+            metavar="CACHE",
+            help="dynamic, static (what --compile has), quantized; none: no cache. [default: dynamic]",
         ),
     ] = None,
     kv_bits: Annotated[

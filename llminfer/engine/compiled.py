@@ -49,7 +49,7 @@ _SCRATCH_TOKENS = 2
 _COUNTERS = r".*cumulative_length_int"
 
 # found by running a tiny model of every type
-NOT_COMPILED: Mapping[str, str] = {}
+NOT_COMPILED: Mapping[str, str] = {"biogpt": "its positions depend on the length of the cache"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,9 @@ def compile_step(model: Any, room: int) -> CompiledStep:
         with _compiler_settings():
             call = _warm(model, room)
     except Exception as error:  # whatever the compiler and the tools that it calls may raise
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        notes = (f"not compiled, since torch.compile failed: {type(error).__name__}: {reason}",)
+        cause = getattr(error, "inner_exception", error)
+        reason = (str(cause).strip() or "no message").splitlines()[0]
+        notes = (f"not compiled, since torch.compile failed: {type(cause).__name__}: {reason}",)
     return CompiledStep(call=call, compile_s=time.perf_counter() - start_s, notes=notes)
 
 

@@ -294,6 +294,7 @@ def make_output(
     )
 
 
+@torch.inference_mode()  # a compiled step was made for tensors of this mode, and so are the loop's
 def _make_forward(
     loaded: LoadedModel, options: CacheOptions, room: int, prompt_ids: Sequence[int], compiled: CompiledStep | None
 ) -> Forward:
