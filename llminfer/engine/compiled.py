@@ -139,7 +139,7 @@ def _compiler_settings() -> Iterator[None]:
     """Kernels are kept in our own cache folder; lengths that grow are no reason to compile anew."""
     folder = cache_folder() / "compiled" / f"{_GRAPH_FORMAT}-torch-{torch.__version__}"
     before = os.environ.get(_FOLDER_VARIABLE)
-    os.environ.setdefault(_FOLDER_VARIABLE, str(folder))
+    os.environ[_FOLDER_VARIABLE] = str(folder)  # torch itself sets it, to a temporary folder
     try:
         with (
             torch.compiler.config.patch(dynamic_sources=_COUNTERS),
@@ -149,6 +149,8 @@ def _compiler_settings() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[_FOLDER_VARIABLE]
+        else:
+            os.environ[_FOLDER_VARIABLE] = before
 
 
 def _warm(model: Any, room: int) -> Call:
