@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,8 @@ def compile_step(model: Any, room: int) -> CompiledStep:
     missing = _missing_compiler(model.device)
     if missing is not None:
         return CompiledStep(call=None, compile_s=time.perf_counter() - start_s, notes=(missing,))
-    call, notes = None, ()
+    call: Call | None = None
+    notes: tuple[str, ...] = ()
     try:
         with _compiler_settings():
             call = _warm(model, room)
@@ -142,7 +143,7 @@ def _compiler_settings() -> Iterator[None]:
     os.environ[_FOLDER_VARIABLE] = str(folder)  # torch itself sets it, to a temporary folder
     try:
         with (
-            torch.compiler.config.patch(dynamic_sources=_COUNTERS),
+            cast(Any, torch.compiler.config).patch(dynamic_sources=_COUNTERS),
             torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
         ):
             yield
@@ -167,7 +168,8 @@ def _warm(model: Any, room: int) -> Call:
             layer.cumulative_length_int = layer.max_cache_len
         compiled(model, **_arguments(model, cache, start=_SCRATCH_TOKENS + 1, tokens=1))
     # what was not foreseen runs as it is: nothing is compiled in the middle of a run
-    return torch.compiler.set_stance("eager_on_recompile")(partial(compiled, model))
+    call: Call = torch.compiler.set_stance("eager_on_recompile")(partial(compiled, model))
+    return call
 
 
 def _arguments(model: Any, cache: Any, *, start: int, tokens: int) -> dict[str, Any]:
@@ -182,23 +184,29 @@ def _run(model: Any, **arguments: Any) -> Any:
 
 
 def _matvec_backend(graph: Any, inputs: Sequence[Tensor]) -> Any:
-    """Inductor, with products of one row written as sums, which it makes loops over all threads of.
+    """Inductor, with linear layers of one row written as sums, which it makes loops over all threads of.
 
-    The libraries that it would call for them run a product of one row on one thread.
+    The library that it would call for them runs a float32 product of one row on one thread. The graph
+    is changed here, since a table of decompositions would keep it out of the cache on the disk.
     """
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
 
-    products = {torch.ops.aten.mm.default: _one_row_mm, torch.ops.aten.addmm.default: _one_row_addmm}
-    return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **products})
-
-
-def _one_row_mm(row: Tensor, matrix: Tensor) -> Tensor:
-    """[1, inner] times [inner, outer]; a linear layer's matrix lies there as [outer, inner]."""
-    return (matrix.t() * row).sum(-1).unsqueeze(0) if row.shape[0] == 1 else NotImplemented
+    for node in list(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)):
+        _write_as_sum(graph.graph, node)
+    graph.recompile()
+    return compile_fx(graph, inputs)
 
 
-def _one_row_addmm(bias: Tensor, row: Tensor, matrix: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if row.shape[0] != 1 or beta != 1 or alpha != 1:
-        return NotImplemented
-    return _one_row_mm(row, matrix) + bias
+def _write_as_sum(graph: Any, node: Any) -> None:
+    """Replace a linear layer's product of one row, [..., inner] by [outer, inner]; leave others as they are."""
+    row, matrix, bias = (*node.args, *node.kwargs.values(), None)[:3]
+    *leading, _ = row.meta["example_value"].shape
+    if any(size != 1 for size in leading):
+        return
+    with graph.inserting_before(node):
+        product = graph.call_method("sum", (graph.call_function(torch.mul, (matrix, row)), -1))
+        if bias is not None:
+            product = graph.call_function(torch.add, (product, bias))
+        product = graph.call_method("reshape", (product, (*leading, -1)))
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)

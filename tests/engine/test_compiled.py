@@ -46,7 +46,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return call
 
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "_matvec_backend", backend)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", backend)
     monkeypatch.setattr(compiled, "_missing_compiler", lambda device: None)
     return runs
 
@@ -112,6 +112,7 @@ def test_a_compiled_run_has_the_tokens_and_the_bytes_of_its_static_cache(graphs:
     assert trace.finished.kv is not None
     assert trace.finished.kv.tokens == 256
     assert {step.kv_bytes for step in trace.steps} == {trace.finished.kv.total_bytes}
+    assert not any(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear) for graph in graphs)
 
 
 def test_a_saved_cache_goes_on_in_a_compiled_run(graphs: list[Any], tiny_llama: Path, tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_a_compiler_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch, tiny_l
         raise RuntimeError("no headers\nand a long log")
 
     torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "_matvec_backend", broken)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
     monkeypatch.setattr(compiled, "_missing_compiler", lambda device: None)
     trace = run_of(load_compiled(tiny_llama))
     assert trace.started is not None
