@@ -81,7 +81,7 @@ def generate(
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str | CacheOptions = "dynamic",
+    cache: str | CacheOptions | None = None,
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
@@ -93,7 +93,8 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
+        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more;
+            when not given, static for a compiled model, growing for the native engine, dynamic for others.
 
     Raises:
         UsageError: before the first event, for a prompt that is empty or longer than the context.

@@ -232,6 +232,23 @@ class Execution:
                 f"--weights {self.weights} computes in float32, not in {dtype}", hint="drop --dtype or --weights"
             )
 
+    @property
+    def default_cache(self) -> str:
+        """The kind of cache that a run has when none is asked for."""
+        return "static" if self.compiled else "dynamic"
+
+    def check_cache(self, options: CacheOptions) -> None:
+        """Refuse a cache that does not go with this way of running.
+
+        Raises:
+            UsageError: naming the options.
+        """
+        if self.compiled and options.kind != "static":
+            raise UsageError(
+                f"--compile and --cache {options.kind}: these do not go together",
+                hint="drop --cache: a compiled run keeps a static one",
+            )
+
 
 def _check_writable(file: Path) -> None:
     """Refuse a file that could not be written after the run, as far as that can be known."""

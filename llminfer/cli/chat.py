@@ -81,6 +81,10 @@ def chat(
     check_flags(flags, max_new_tokens)
     check_choice(choice)
     check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if compiled:
+        raise UsageError(
+            "chat and --compile: these do not go together", hint="drop --compile, which needs a fixed cache"
+        )
     if system is not None and load is not None:
         raise UsageError("two beginnings: --system and --load", hint="give one of them")
     begin = _system_messages(system)

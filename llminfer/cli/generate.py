@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.loading import ModelChoice, check_choice, load_model
+from llminfer.cli.loading import ModelChoice, check_choice, load_model, status
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
 from llminfer.cli.stream import interrupts, stream, text_of, write_text
@@ -104,13 +104,13 @@ def generate(
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
     cache: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--cache",
             metavar="CACHE",
-            help="dynamic, growing, static, quantized; none is the textbook loop without a cache.",
+            help="dynamic, growing, static, quantized; none is the textbook loop. [default: dynamic]",
         ),
-    ] = "dynamic",
+    ] = None,
     kv_bits: Annotated[
         int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
     ] = None,
@@ -179,7 +179,7 @@ def generate(
         execution = Execution(weights=weights, engine=engine, compiled=compiled)
         request = replace(
             request,
-            caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)),
+            caching=CacheOptions(kind=cache or execution.default_cache, **cast(dict[str, Any], caching)),
             choice=replace(request.choice, execution=execution),
         )
         _check_caching(request)
@@ -276,7 +276,10 @@ def _check_caching(request: _Request) -> None:
     caching = request.caching
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
+    compiled = request.choice.execution.compiled
+    request.choice.execution.check_cache(caching)
     asked = {
+        "--compile": compiled,
         f"--cache {caching.kind}": caching.kind != "dynamic",
         "--kv-window": caching.window is not None,
         "--prefill-chunk": caching.prefill_chunk is not None,
@@ -338,16 +341,18 @@ def _run(request: _Request, *, debug: bool) -> int:
         return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
 
-    events = generate_events(
-        loaded,
-        request.text,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        stop=request.stop,
-        system=request.system,
-        raw=request.raw,
-        cache=request.caching,
-    )
+    compiles = request.output.talks and request.choice.execution.compiled
+    with status("compiling the decode step", compiles):
+        events = generate_events(
+            loaded,
+            request.text,
+            sampling=request.flags,
+            bad_words=request.bad_words,
+            stop=request.stop,
+            system=request.system,
+            raw=request.raw,
+            cache=request.caching,
+        )
     if request.output.echo:
         write_text(request.text)
     output = request.output

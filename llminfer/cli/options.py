@@ -63,7 +63,7 @@ Engine = Annotated[
     str,
     typer.Option("--engine", metavar="ENGINE", help="transformers, or native: our compiled step, for common families."),
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
     str, typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
 ]

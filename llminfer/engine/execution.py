@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llminfer.engine.compiled import check_compiled
 from llminfer.engine.packing import Packing, pack_model
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import Execution
@@ -49,7 +50,9 @@ def prepare_execution(model: Any, execution: Execution, source: str) -> tuple[st
     Raises:
         UnsupportedArchitecture: when the model cannot be run so.
     """
-    if execution.engine != "transformers" or execution.compiled:
+    if execution.compiled:
+        check_compiled(model.config, source, known=type(model))
+    if execution.engine != "transformers":
         raise UnsupportedArchitecture(f"{source} cannot be run so yet")
     return () if execution.weights is None else _with_packed_weights(model, execution.weights)
 

@@ -19,6 +19,7 @@ from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, rea
 from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
+from llminfer.engine.compiled import check_compiled
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
@@ -103,6 +104,8 @@ def load(
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
     _check_quantization(config, str(checkpoint.folder))
     check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
+    if execution.compiled:
+        check_compiled(config, name or checkpoint.folder.name)
     if cache is not None:
         check_cache(cache, config, name or checkpoint.folder.name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):

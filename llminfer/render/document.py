@@ -125,6 +125,7 @@ def _timing(trace: Trace, started: Started, startup_s: Mapping[str, float]) -> d
         "convert_s": startup_s.get("convert"),
         "load_s": started.load_s,
         "tokenize_s": started.tokenize_s,
+        "compile_s": started.compile_s,
         "ttft_s": trace.ttft_s,
         "prefill_s": trace.steps[0].forward_s if trace.steps else None,
         "prefill_tokens_per_s": trace.prefill_tokens_per_s,
