@@ -223,19 +223,25 @@ class Execution:
         Raises:
             UsageError: naming both.
         """
-        if self.weights is None:
+        if self.weights_format is None:
             return
+        option = f"--weights {self.weights}" if self.weights is not None else f"--engine {self.engine}"
         if device not in ("auto", "cpu"):
-            raise UsageError(f"--weights {self.weights} needs the CPU, not {device}", hint="drop one of them")
+            raise UsageError(f"{option} needs the CPU, not {device}", hint="drop one of them")
         if dtype not in ("auto", "float32"):
-            raise UsageError(
-                f"--weights {self.weights} computes in float32, not in {dtype}", hint="drop --dtype or --weights"
-            )
+            raise UsageError(f"{option} computes in float32, not in {dtype}", hint="drop one of them")
 
     @property
     def default_cache(self) -> str:
         """The kind of cache that a run has when none is asked for."""
-        return "static" if self.compiled else "dynamic"
+        if self.compiled:
+            return "static"
+        return "growing" if self.engine == "native" else "dynamic"
+
+    @property
+    def weights_format(self) -> str | None:
+        """The format that linear layers are packed in, None when they stay as they are."""
+        return self.weights or ("float32" if self.engine == "native" else None)
 
     def check_cache(self, options: CacheOptions) -> None:
         """Refuse a cache that does not go with this way of running.

@@ -47,7 +47,7 @@ def chat(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
-    cache: options.Cache = "dynamic",
+    cache: options.Cache = None,
     quiet: options.Quiet = False,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -80,7 +80,8 @@ def chat(
     )
     check_flags(flags, max_new_tokens)
     check_choice(choice)
-    check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if cache is not None:
+        check_known("--cache", cache, ("dynamic", "growing", "none"))
     if compiled:
         raise UsageError(
             "chat and --compile: these do not go together", hint="drop --compile, which needs a fixed cache"
@@ -100,7 +101,7 @@ def _start(
     choice: ModelChoice,
     flags: Mapping[str, float | None],
     stop: StopCriteria,
-    cache: str,
+    cache: str | None,
     begin: tuple[Message, ...],
     debug: bool,
 ) -> _Session:

@@ -177,9 +177,12 @@ def generate(
         check_flags(flags, max_new_tokens)
         _check_choices(request)
         execution = Execution(weights=weights, engine=engine, compiled=compiled)
+        # several sequences share a dynamic cache, and a window is kept in one of its own
+        shared = many.file is not None or num_samples > 1 or kv_window is not None
+        default_cache = "dynamic" if shared and not compiled else execution.default_cache
         request = replace(
             request,
-            caching=CacheOptions(kind=cache or execution.default_cache, **cast(dict[str, Any], caching)),
+            caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
             choice=replace(request.choice, execution=execution),
         )
         _check_caching(request)

@@ -65,7 +65,8 @@ Engine = Annotated[
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
-    str, typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
+    str | None,
+    typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
 AllowPickle = Annotated[

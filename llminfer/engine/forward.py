@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +75,10 @@ class Forward(Protocol):
         ...
 
 
+# (model, cache=..., cached_ids=...) to the forward
+Way = Callable[..., Forward]
+
+
 def make_forward(
     model: Any,
     *,
@@ -84,7 +87,7 @@ def make_forward(
     max_tokens: int | None = None,
     cache: Any = None,
     cached_ids: Sequence[int] = (),
-    step: Call | None = None,
+    way: Way | None = None,
 ) -> Forward:
     """The forward for this model.
 
@@ -94,7 +97,7 @@ def make_forward(
         max_tokens: the most tokens that will be cached, for caches that are allocated at once.
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
-        step: runs the model for one token after others, in place of the model; for plain forwards only.
+        way: how to feed the model, in place of the way that suits it and the cache.
 
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
@@ -103,7 +106,7 @@ def make_forward(
     if cache is None:
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
-    way = _WAYS.get(options.name, by_model) if step is None else partial(PlainForward, step=step)
+    way = way or _WAYS.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
     return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), attention)
 
@@ -388,7 +391,7 @@ class PreparedForward:
 
 
 # the ways that a kind of cache asks for; the others are the model's choice
-_WAYS: Mapping[str, Callable[..., Forward]] = {"none": UncachedForward, "window": WindowForward}
+_WAYS: Mapping[str, Way] = {"none": UncachedForward, "window": WindowForward}
 
 
 def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from llminfer.engine.forward import make_forward
-from llminfer.engine.weights import BACKENDS, INT4_GROUP, LazyWeight, PackedLinear, TiedFloat32Linear
+from llminfer.engine.weights import TORCH_KERNELS, Kernels, LazyWeight, PackedLinear, TiedFloat32Linear
 
 _LINEAR = (nn.Linear, Conv1D)
 _WATCHED = (*_LINEAR, nn.Embedding)
@@ -55,10 +55,11 @@ class Packing:
     copied_bytes: int = 0
 
 
-def pack_model(model: Any, weights_format: str) -> Packing:
+def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS) -> Packing:
     """Swap a model's linear layers for packed ones, in place; the weights that they had are freed one by one."""
     before_bytes, owners, places = held_bytes(model), _owners(model), _places(model)
-    left = _left_alone(model, weights_format, owners)
+    left = _left_alone(model, weights_format, owners, kernels.least_size)
+    head = model.get_output_embeddings()
     layers = packed_bytes = copied_bytes = 0
     for name in _linear_names(model):
         linear = model.get_submodule(name)
@@ -66,7 +67,8 @@ def pack_model(model: Any, weights_format: str) -> Packing:
             continue
         sharing = owners[id(linear.weight)]
         embeddings = [owner for owner in sharing if isinstance(owner, nn.Embedding)]
-        packed = _pack(linear, weights_format, tied=bool(embeddings))
+        own_format = kernels.head_formats.get(weights_format, weights_format) if linear is head else weights_format
+        packed = _pack(linear, own_format, kernels, tied=bool(embeddings))
         # several layers of one weight and bias become one
         same = [owner for owner in sharing if type(owner) in _LINEAR and owner.bias is linear.bias]
         for owner in same:
@@ -208,19 +210,21 @@ def _linear_names(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) in _LINEAR]
 
 
-def _left_alone(model: Any, weights_format: str, owners: Mapping[int, list[Any]]) -> dict[str, str]:
+def _left_alone(model: Any, weights_format: str, owners: Mapping[int, list[Any]], least_size: int) -> dict[str, str]:
     """The linear layers that cannot be swapped, and why."""
     read = read_past_their_layers(model)
     left = {}
     for name in _linear_names(model):
         linear = model.get_submodule(name)
-        reason = _why_left(linear, weights_format, owners[id(linear.weight)], read)
+        reason = _why_left(linear, weights_format, owners[id(linear.weight)], read, least_size)
         if reason is not None:
             left[name] = reason
     return left
 
 
-def _why_left(linear: Any, weights_format: str, sharing: list[Any], read: frozenset[int]) -> str | None:
+def _why_left(
+    linear: Any, weights_format: str, sharing: list[Any], read: frozenset[int], least_size: int
+) -> str | None:
     if any(id(owner) in read for owner in sharing):
         return READ_ELSEWHERE
     # Conv1D has its weight the other way round, so an embedding that shares it has other rows
@@ -229,19 +233,18 @@ def _why_left(linear: Any, weights_format: str, sharing: list[Any], read: frozen
         embeds and any(type(owner) is Conv1D for owner in sharing)
     ):
         return SHARED
-    if weights_format in _SMALL_FORMATS and min(linear.weight.shape) < INT4_GROUP:
+    if weights_format in _SMALL_FORMATS and min(linear.weight.shape) < least_size:
         return NO_GAIN
     if weights_format == "float16" and not bool(linear.weight.abs().amax() <= _HALF_MAX):
         return OUT_OF_RANGE
     return None
 
 
-def _pack(linear: Any, weights_format: str, *, tied: bool) -> PackedLinear:
+def _pack(linear: Any, weights_format: str, kernels: Kernels, *, tied: bool) -> PackedLinear:
     weight = linear.weight.detach()
     weight = weight.T.contiguous() if type(linear) is Conv1D else weight
-    if tied and weights_format == "float32":
-        return TiedFloat32Linear(weight, linear.bias)
-    return BACKENDS[weights_format](weight, linear.bias)
+    make = kernels.make_tied.get(weights_format) if tied else None
+    return (make or kernels.make[weights_format])(weight, linear.bias)
 
 
 def _replace(old: nn.Module, new: nn.Module, places: Mapping[int, list[tuple[nn.Module, str]]]) -> None:

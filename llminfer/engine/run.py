@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.compiled import CompiledStep, compile_step, compiled_room
 from llminfer.engine.detokenizer import make_detokenizer
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
-from llminfer.engine.forward import Forward, make_forward, prefill_chunk
-from llminfer.engine.load import LoadedModel
+from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill_chunk
+from llminfer.engine.load import LoadedModel, way_for
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
@@ -312,7 +313,7 @@ def _make_forward(
             max_tokens=room,
             cache=cache,
             cached_ids=cached_ids,
-            step=compiled.call if compiled is not None else None,
+            way=partial(PlainForward, step=compiled.call) if compiled is not None else way_for(loaded, options),
         )
     except LlminferError:
         raise

@@ -1,6 +1,6 @@
 """Linear layers that hold their weights in another format, computed by kernels that torch has for CPUs.
 
-`BACKENDS` is the table of them: a format's name to the function that makes the layer. A layer
+`TORCH_KERNELS` is the table of them: a format's name to the function that makes the layer. A layer
 computes `x @ weight.T + bias` in float32 for any number of tokens and says what it holds. For few
 tokens that is bound by the reading of the weight, so the packed kernels win; for many it is bound by
 arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time, for a
@@ -9,7 +9,8 @@ float32 product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -379,10 +380,25 @@ def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return (HalfLinear if has_fbgemm() else PlainHalfLinear)(weight, bias)
 
 
-# format name to what makes its layer; a faster backend replaces rows
-BACKENDS: dict[str, Pack] = {
-    "float32": Float32Linear,
-    "float16": _make_half,
-    "int8": Int8Linear,
-    "int4": Int4Linear,
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What computes with packed weights: for each format, what makes its layer.
+
+    Attributes:
+        make: format name to what packs a layer.
+        make_tied: the same for layers whose weight is an embedding's too, where that differs.
+        head_formats: the format of output layers, where it is another one.
+        least_size: rows and columns below which integer formats gain nothing.
+    """
+
+    make: Mapping[str, Pack]
+    make_tied: Mapping[str, Pack] = field(default_factory=dict)
+    head_formats: Mapping[str, str] = field(default_factory=dict)
+    least_size: int = 1
+
+
+TORCH_KERNELS = Kernels(
+    make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
+    make_tied={"float32": TiedFloat32Linear},
+    least_size=INT4_GROUP,
+)

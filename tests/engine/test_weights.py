@@ -16,7 +16,7 @@ from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.forward import make_forward
 from llminfer.engine.load import LoadedModel, load
 from llminfer.engine.packing import NO_GAIN, READ_ELSEWHERE, Packing, held_bytes, pack_model
-from llminfer.engine.weights import BACKENDS, FEW_TOKENS, PackedLinear
+from llminfer.engine.weights import FEW_TOKENS, TORCH_KERNELS, PackedLinear
 from llminfer.params import WEIGHTS, Execution
 from tests.parity import (
     CANNOT_RUN,
@@ -55,7 +55,7 @@ def test_a_layer_computes_with_the_weight_that_it_shows(
     name: str, rows: int, columns: int, tokens: int, biased: bool, seed: int
 ) -> None:
     weight, bias = random_layer(rows, columns, biased=biased, seed=seed)
-    layer = BACKENDS[name](weight, bias)
+    layer = TORCH_KERNELS.make[name](weight, bias)
     shown = layer.dequantized()
     assert (layer.format, shown.shape, shown.dtype) == (name, weight.shape, torch.float32)
     span = weight.abs().amax(dim=1, keepdim=True) if name != "int4" else weight.amax() - weight.amin()
@@ -76,7 +76,7 @@ def test_a_layer_computes_with_the_weight_that_it_shows(
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_any_shape_and_type_of_input_comes_out_as_it_went_in(name: str) -> None:
-    layer = BACKENDS[name](*random_layer(40, 64, biased=True, seed=0))
+    layer = TORCH_KERNELS.make[name](*random_layer(40, 64, biased=True, seed=0))
     for shape in ((1,), (2, 3), (2, 0), (4, FEW_TOKENS)):
         for dtype in (torch.float32, torch.bfloat16):
             y = layer(torch.randn(*shape, 64).to(dtype))
@@ -90,14 +90,14 @@ def test_any_shape_and_type_of_input_comes_out_as_it_went_in(name: str) -> None:
 def test_rows_of_zeros_and_columns_of_one_value_stay_so(name: str) -> None:
     weight = torch.zeros(32, 64)
     weight[1] = 0.25
-    assert torch.equal(BACKENDS[name](weight, None).dequantized(), weight) or name == "int8"
-    assert torch.allclose(BACKENDS[name](weight, None).dequantized(), weight, rtol=4e-3)
+    assert torch.equal(TORCH_KERNELS.make[name](weight, None).dequantized(), weight) or name == "int8"
+    assert torch.allclose(TORCH_KERNELS.make[name](weight, None).dequantized(), weight, rtol=4e-3)
 
 
 def test_many_rows_are_dequantized_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(FEW_TOKENS + 1, 64)
     for name in ("int8", "int4"):
-        layer = BACKENDS[name](*random_layer(300, 64, biased=True, seed=1))
+        layer = TORCH_KERNELS.make[name](*random_layer(300, 64, biased=True, seed=1))
         monkeypatch.setattr(weights_module, "_PIECE_ELEMENTS", 2**22)
         whole = layer(x)
         monkeypatch.setattr(weights_module, "_PIECE_ELEMENTS", 64 * 50)
@@ -107,18 +107,18 @@ def test_many_rows_are_dequantized_a_piece_at_a_time(monkeypatch: pytest.MonkeyP
 def test_without_a_kernel_the_same_weights_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = random_layer(70, 100, biased=True, seed=2)
     x = torch.randn(2, 100)
-    fast = {name: BACKENDS[name](weight, bias) for name in ("float16", "int4")}
+    fast = {name: TORCH_KERNELS.make[name](weight, bias) for name in ("float16", "int4")}
     monkeypatch.setattr(weights_module, "int4_panel", lambda: None)
     monkeypatch.setattr(weights_module, "has_fbgemm", lambda: False)
     for name, layer in fast.items():
-        plain = BACKENDS[name](weight, bias)
+        plain = TORCH_KERNELS.make[name](weight, bias)
         assert torch.equal(plain.dequantized(), layer.dequantized())
         assert torch.allclose(plain(x), nn.functional.linear(x, layer.dequantized(), bias), atol=1e-4)
 
 
 def test_held_bytes_are_those_of_the_format() -> None:
     weight, _ = random_layer(64, 256, biased=False, seed=3)
-    sizes = {name: BACKENDS[name](weight, None).held_bytes for name in WEIGHTS}
+    sizes = {name: TORCH_KERNELS.make[name](weight, None).held_bytes for name in WEIGHTS}
     elements = weight.numel()
     assert sizes == {
         "float32": 4 * elements,

@@ -1,4 +1,4 @@
-"""The native step as a forward: what comes in few tokens is its own, long prompts go through transformers."""
+"""The native step as a way to feed a model: a few tokens are its own, long prompts go through transformers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from typing import Any
 from torch import Tensor
 
 from llminfer.engine.forward import PlainForward
-from llminfer.engine.growing_cache import GrowingCache
 from llminfer.engine.native.decoder import Decoder
 
 
 class NativeForward(PlainForward):
-    """Steps in C++ over the cache that transformers' forward fills and reads."""
+    """Steps in C++ over the growing cache that transformers' forward fills and reads."""
 
     __slots__ = ("_decoder",)
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
-        super().__init__(model, cache=GrowingCache(model.config) if cache is None else cache, cached_ids=cached_ids)
-        if not hasattr(model, "llminfer_decoder"):
-            object.__setattr__(model, "llminfer_decoder", Decoder(model))
-        self._decoder: Decoder = model.llminfer_decoder
+    def __init__(self, model: Any, *, decoder: Decoder, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+        super().__init__(model, cache=cache, cached_ids=cached_ids)
+        self._decoder = decoder
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if len(new_ids) > self._decoder.most_tokens:
             return super().__call__(new_ids)
         return self.last(new_ids, 1)
 
-    def last(self, new_ids: Sequence[int], wanted: int) -> Tensor:
-        """Logits after the last `wanted` of a few new ids, shape [wanted, vocabulary]."""
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        """Logits after the last `count` of a few new ids, shape [count, vocabulary]."""
         self._torn = True
-        logits = self._decoder.step(new_ids, self._cache, len(self._ids), wanted)
+        logits = self._decoder.step(new_ids, self._cache, len(self._ids), count)
         self._torn = False
         self._ids.extend(new_ids)
         return logits
