@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,7 +186,7 @@ class PieceForward:
 class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
-    __slots__ = ("_keyword_arguments", "_model", "ids")
+    __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
     kv_bytes = None
     cache = None
     notes: tuple[str, ...] = ()
@@ -194,11 +195,12 @@ class UncachedForward:
         self._model = model
         self.ids = list(cached_ids)
         self._keyword_arguments = _static_arguments(model, use_cache=False)
+        self._accepts_positions = "position_ids" in forward_parameters(model)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         ids = _tensor([*self.ids, *new_ids], self._model.device)
         arguments = dict(self._keyword_arguments)
-        if "position_ids" in forward_parameters(self._model):
+        if self._accepts_positions:
             arguments["position_ids"] = _positions(ids, 0)
         logits = _last_logits(self._model(input_ids=ids, **arguments))
         self.ids.extend(new_ids)
@@ -215,6 +217,7 @@ class PlainForward:
     __slots__ = (
         "_accepts_positions",
         "_cache",
+        "_device",
         "_ids",
         "_keyword_arguments",
         "_model",
@@ -225,6 +228,7 @@ class PlainForward:
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
+        self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._keyword_arguments = _static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
@@ -238,7 +242,7 @@ class PlainForward:
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         if self._uncached is not None:
             return self._uncached(new_ids)
-        ids = _tensor(new_ids, self._model.device)
+        ids = _tensor(new_ids, self._device)
         arguments = {**self._keyword_arguments, "cache": self._cache, **self._arguments(ids)}
         self._torn = True
         outputs = self._model(input_ids=ids, **arguments)
@@ -275,7 +279,9 @@ class PlainForward:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes([self.cache, module_states(self._stateful)])
+        if self.cache is None:
+            return None
+        return cache_bytes([self.cache, module_states(self._stateful)] if self._stateful else self.cache)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -297,12 +303,13 @@ class WindowForward(PlainForward):
 class PreparedForward:
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_torn", "_uncached")
+    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_sequence", "_torn", "_uncached")
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
+        self._sequence = _tensor(self._ids, model.device)
         self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._kwargs = self._first_kwargs()
         self._torn = False
@@ -312,7 +319,7 @@ class PreparedForward:
         if self._uncached is not None:
             return self._uncached(new_ids)
         first = not self._ids
-        ids = _tensor([*self._ids, *new_ids], self._model.device)
+        ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
         if self._accepts_positions and (len(new_ids) > 1 or "position_ids" not in self._kwargs):
             made_from = {name: value for name, value in self._kwargs.items() if name not in ("cache", "position_ids")}
@@ -335,6 +342,16 @@ class PreparedForward:
         self._torn = False
         self._ids.extend(new_ids)
         return _last_logits(outputs)
+
+    def _extended(self, new_ids: Sequence[int]) -> Tensor:
+        """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
+        fed, tokens = len(self._ids), len(self._ids) + len(new_ids)
+        if tokens > self._sequence.shape[-1]:
+            longer = self._sequence.new_empty(1, 2 * tokens)
+            longer[:, :fed] = self._sequence[:, :fed]
+            self._sequence = longer
+        self._sequence[:, fed:tokens] = _tensor(new_ids, self._sequence.device)
+        return self._sequence[:, :tokens]
 
     def _first_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True}
@@ -385,7 +402,7 @@ def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
 
 def _tensor(ids: Sequence[int], device: torch.device) -> Tensor:
     """The ids as a batch of one, shape [1, tokens]."""
-    return torch.tensor([ids], dtype=torch.long, device=device)
+    return torch.from_numpy(np.array([ids], dtype=np.int64)).to(device)
 
 
 def _positions(ids: Tensor, start: int) -> Tensor:
