@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -55,105 +56,127 @@ def make_shortcut(params: SamplingParams, generator: torch.Generator) -> Shortcu
             found = shortlist(scores.numpy()[0], params)
             if found is None:
                 return None
-            ids, weights = found
             if len(uniforms) != vocabulary:
                 uniforms = torch.empty(vocabulary, dtype=torch.float64)
             before = generator.get_state()
             uniforms.uniform_(generator=generator)
-            place = winner(weights, uniforms.numpy() if ids is None else uniforms.numpy()[ids])
+            place = winner(found.weights, uniforms.numpy() if found.ids is None else uniforms.numpy()[found.ids])
         if place is None:
             generator.set_state(before)
             return None
-        return place if ids is None else int(ids[place])
+        return place if found.ids is None else int(found.ids[place])
 
     return draw
 
 
-def shortlist(row: Floats, params: SamplingParams) -> tuple[Ids | None, Floats] | None:
-    """The ids that the filters leave, None for all of them, and their weights; None where rounding could decide.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortlist:
+    """What can still be drawn.
 
-    The weights are the probabilities of what is left, but for a common factor.
+    Attributes:
+        ids: most likely first; None for the whole vocabulary in its own order.
+        scores: divided by the temperature, in the order of `ids`.
+        weights: their probabilities, but for a factor that is common to all.
     """
-    if params.temperature != 1:
-        row = row / np.float32(params.temperature)
-    ids = top_k_ids(row, params.top_k) if params.top_k else None
-    weights = softmax(row if ids is None else row[ids])
+
+    ids: Ids | None
+    scores: Floats
+    weights: Floats
+
+
+def shortlist(row: Floats, params: SamplingParams) -> Shortlist | None:
+    """What the filters leave of a row of scores; None where rounding could decide."""
+    temperature = np.float32(params.temperature)
+    if params.top_k:
+        left = _top_k(row, params.top_k, temperature)
+    else:
+        scores = row if temperature == 1 else row / temperature
+        left = Shortlist(ids=None, scores=scores, weights=softmax(scores))
     if params.top_p < 1:
-        whole = ids is not None
-        if ids is None:
-            ids = likely_ids(row, _NUCLEUS_IDS)
-        edge = _likely_edge(row[ids], weights if whole else weights[ids], params.top_p)
-        if edge is None:
-            edge = nucleus_edge(_ascending(row, ids if whole else None), params.top_p)
-            if edge is None:
-                return None
-            ids = ids if whole else np.flatnonzero(row >= edge)
-        kept = row[ids] >= edge
-        weights = (weights if whole else weights[ids])[kept]
-        ids = ids[kept]
-    if params.min_p > 0:
-        least = np.float32(params.min_p) * weights.max()
-        if (np.abs(weights - least) <= _RATIO_MARGIN * least).any():
+        nucleus = _top_p(left, params.top_p, len(row))
+        if nucleus is None:
             return None
-        kept = weights >= least
-        ids = np.flatnonzero(kept) if ids is None else ids[kept]
-        weights = weights[kept]
-    return ids, weights
+        left = nucleus
+    return _min_p(left, params.min_p) if params.min_p else left
 
 
-def softmax(row: Floats) -> Floats:
+def softmax(scores: Floats) -> Floats:
     """Probabilities of one row; torch does this on one thread."""
-    probabilities: Floats = torch.from_numpy(row).softmax(dim=-1).numpy()
+    probabilities: Floats = torch.from_numpy(scores).softmax(dim=-1).numpy()
     return probabilities
 
 
-def top_k_ids(row: Floats, k: int) -> Ids:
-    """The ids of the k largest, and of those that tie with the smallest of them, in ascending order."""
+def _top_k(row: Floats, k: int, temperature: np.float32) -> Shortlist:
+    """The k largest and those that tie with the last of them once they are divided."""
     ids = likely_ids(row, k)
-    if len(ids) <= k:
-        return ids
-    scores = row[ids]
-    kept: Ids = ids[scores >= np.partition(scores, len(ids) - k)[len(ids) - k]]
-    return kept
+    scores = row[ids] / temperature
+    order = np.argsort(scores)[::-1]
+    ids, scores = ids[order], scores[order]
+    count = min(k, len(ids))
+    while count < len(ids) and scores[count] == scores[count - 1]:
+        count += 1
+    scores = scores[:count]
+    return Shortlist(ids=ids[:count], scores=scores, weights=softmax(scores))
+
+
+def _at(left: Shortlist, places: Ids) -> Shortlist:
+    """What is at these places of it, in their order."""
+    ids = places if left.ids is None else left.ids[places]
+    return Shortlist(ids=ids, scores=left.scores[places], weights=left.weights[places])
+
+
+def _top_p(left: Shortlist, p: float, vocabulary: int) -> Shortlist | None:
+    """The most likely ids that reach p; None when ids tie at their edge."""
+    likely = _most_likely(left) if left.ids is None else left
+    count = _reaching(likely.weights, p)
+    if count is not None:
+        ties = count < len(likely.scores) and likely.scores[count] == likely.scores[count - 1]
+        return None if ties else _at(likely, np.arange(count))
+    # so many ids, or a sum so near p, that the plain arithmetic decides, on scores sorted without their ids
+    ascending = np.full(vocabulary, -np.inf, dtype=np.float32)
+    ascending[vocabulary - len(left.scores) :] = np.sort(left.scores)
+    edge = nucleus_edge(ascending, p)
+    return None if edge is None else _at(left, np.flatnonzero(left.scores >= edge))
+
+
+def _most_likely(left: Shortlist) -> Shortlist:
+    ids = likely_ids(left.scores, _NUCLEUS_IDS)
+    return _at(left, ids[np.argsort(left.scores[ids])[::-1]])
+
+
+def _reaching(probabilities: Floats, p: float) -> int | None:
+    """How many of the probabilities, largest first, reach p; None when they do not or a sum is too near it."""
+    cumulative = probabilities.cumsum(dtype=np.float64)
+    last = int(cumulative.searchsorted(p))
+    if last == len(cumulative) or cumulative[last] - p < _NUCLEUS_MARGIN:
+        return None
+    return None if last and p - cumulative[last - 1] < _NUCLEUS_MARGIN else last + 1
+
+
+def _min_p(left: Shortlist, p: float) -> Shortlist | None:
+    """Those whose weight is at least p times the largest; None when one is too near that."""
+    least = np.float32(p) * left.weights.max()
+    if (np.abs(left.weights - least) <= _RATIO_MARGIN * least).any():
+        return None
+    return _at(left, np.flatnonzero(left.weights >= least))
 
 
 def likely_ids(row: Floats, count: int) -> Ids:
-    """All ids whose score reaches a bound that at least `count` ids reach, in ascending order.
+    """All ids whose score reaches a bound just below one that at least `count` ids reach, in ascending order.
 
     When `count` columns of a table have a largest score of b or more, so many scores are b or more.
+    Just below, so that what ties with them after a division is among them.
     """
     columns = len(row) // _TABLE_ROWS
     if columns <= count:
         return np.arange(len(row))
     table, rest = row[: _TABLE_ROWS * columns].reshape(_TABLE_ROWS, columns), row[_TABLE_ROWS * columns :]
     peaks = table.max(axis=0)
-    bound = np.partition(peaks, columns - count)[columns - count]
+    reached = np.partition(peaks, columns - count)[columns - count]
+    bound = reached - np.abs(reached) * np.float32(1e-6) - np.float32(1e-30)
     high = np.flatnonzero(peaks >= bound)
     rows, places = np.divmod(np.flatnonzero(table.take(high, axis=1) >= bound), len(high))
     return np.concatenate([rows * columns + high[places], np.flatnonzero(rest >= bound) + table.size])
-
-
-def _likely_edge(scores: Floats, probabilities: Floats, p: float) -> float | None:
-    """The least score that top-p keeps, from some most likely ids; None where they cannot tell.
-
-    That is when they do not reach p, a sum comes near p at either side of the edge, or ids tie there.
-    """
-    order = np.argsort(scores)[::-1]
-    cumulative = probabilities[order].cumsum(dtype=np.float64)
-    last = int(np.searchsorted(cumulative, p))
-    if last == len(order) or (np.abs(cumulative[max(last - 1, 0) : last + 1] - p) < _NUCLEUS_MARGIN).any():
-        return None
-    edge = float(scores[order[last]])
-    return None if last + 1 < len(order) and scores[order[last + 1]] == edge else edge
-
-
-def _ascending(row: Floats, ids: Ids | None) -> Floats:
-    """All scores sorted, those of other ids than `ids` masked."""
-    if ids is None:
-        return np.sort(row)
-    ascending = np.full_like(row, -np.inf)
-    ascending[len(row) - len(ids) :] = np.sort(row[ids])
-    return ascending
 
 
 def nucleus_edge(ascending: Floats, p: float) -> float | None:
