@@ -22,6 +22,7 @@ from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.execution import prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
@@ -104,6 +105,7 @@ def load(
     with _loading("weights", checkpoint.folder):
         model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
         execution_notes = prepare_execution(model, execution, name or checkpoint.folder.name)
+        product_notes = widen_slow_products(model)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -120,6 +122,7 @@ def load(
             *((f"dtype {dtype_note}",) if dtype_note else ()),
             *weight_notes,
             *execution_notes,
+            *product_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
         ),

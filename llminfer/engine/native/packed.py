@@ -72,9 +72,7 @@ class PackedLinear(nn.Module):
         group_bytes = library().packed_bytes(self.record.format, GROUP_ROWS, self.in_features)
         bias = None if self.bias is None else self.bias.data_ptr() + 4 * first
         data = self.packed.data_ptr() + first // GROUP_ROWS * group_bytes
-        return MatrixRecord(
-            format=self.record.format, rows=rows, columns=self.in_features, data=data, bias=bias
-        )
+        return MatrixRecord(format=self.record.format, rows=rows, columns=self.in_features, data=data, bias=bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
@@ -124,9 +122,7 @@ def pack_gguf(
     packed = _empty(kind, len(order), columns)
     layer = PackedLinear(packed, bias, kind=kind, rows=len(order), columns=columns)
     numbers = torch.tensor(order, dtype=torch.long)
-    library().pack_gguf(
-        ctypes.byref(layer.record), type_number, blocks.data_ptr(), row_bytes, numbers.data_ptr()
-    )
+    library().pack_gguf(ctypes.byref(layer.record), type_number, blocks.data_ptr(), row_bytes, numbers.data_ptr())
     return layer
 
 
