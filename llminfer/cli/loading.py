@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -62,26 +63,27 @@ def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: Cache
     choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
     from llminfer.engine.checkpoint import inspect_checkpoint
 
-    name, folder = _find_folder(choice, startup_s)
-    checkpoint = inspect_checkpoint(
-        folder,
-        tokenizer=choice.tokenizer,
-        allow_pickle=choice.allow_pickle,
-        trust_remote_code=choice.trust_remote_code,
-    )
-    with status(f"loading {name}", choice.talks):
-        with timed("import", startup_s):
-            from llminfer.engine.load import load
-        with timed("load", startup_s):
-            return load(
-                checkpoint,
-                name=name,
-                device=choice.device,
-                dtype=choice.dtype,
-                trust_remote_code=choice.trust_remote_code,
-                cache=cache or CacheOptions(),
-                execution=choice.execution,
-            )
+    with quick_start():
+        name, folder = _find_folder(choice, startup_s)
+        checkpoint = inspect_checkpoint(
+            folder,
+            tokenizer=choice.tokenizer,
+            allow_pickle=choice.allow_pickle,
+            trust_remote_code=choice.trust_remote_code,
+        )
+        with status(f"loading {name}", choice.talks):
+            with timed("import", startup_s):
+                from llminfer.engine.load import load
+            with timed("load", startup_s):
+                return load(
+                    checkpoint,
+                    name=name,
+                    device=choice.device,
+                    dtype=choice.dtype,
+                    trust_remote_code=choice.trust_remote_code,
+                    cache=cache or CacheOptions(),
+                    execution=choice.execution,
+                )
 
 
 def _find_folder(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Path]:
@@ -147,6 +149,24 @@ def timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
     start_s = time.perf_counter()
     yield
     startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Import, convert and load without looking for garbage: what comes in stays for as long as the process does.
+
+    Looking through it again and again takes a tenth of the time. Only for the first import of torch: a
+    process that has it already may hold garbage that this would keep.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from llminfer.engine.execution import check_execution, load_dtype, prepare_execu
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.engine.forward import Way
 from llminfer.engine.packing import held_bytes
+from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
@@ -114,6 +115,7 @@ def load(
         read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
         model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
         prepared = prepare_execution(model, execution, name or checkpoint.folder.name)
+        product_notes = widen_slow_products(model)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -130,6 +132,7 @@ def load(
             *((f"dtype {dtype_note}",) if dtype_note else ()),
             *weight_notes,
             *prepared.notes,
+            *product_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
         ),

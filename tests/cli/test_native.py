@@ -41,7 +41,7 @@ def test_the_tokens_are_those_of_transformers(run_cli: Cli, tiny_llama: Path) ->
 
 
 def test_a_model_without_a_native_step_runs_over_native_matrices(run_cli: Cli, tmp_path: Path) -> None:
-    folder = save_tiny_checkpoint(tmp_path / "gpt2", tiny_config("gpt2"))
+    folder = save_tiny_checkpoint(tmp_path / "gpt2", tiny_config("gpt2", vocab_size=300))
     plain = document(run_cli, "once upon a time", "--model", folder, *RUN)
     native = document(run_cli, "once upon a time", "--model", folder, *RUN, "--engine", "native")
     assert native["token_ids"] == plain["token_ids"]
