@@ -17,6 +17,9 @@ KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
 WEIGHTS = ("float32", "float16", "int8", "int4")
 ENGINES = ("transformers", "native")
+SPECULATIONS = ("prompt-lookup", "draft-model")
+DEFAULT_DRAFT_TOKENS = 10
+MAX_DRAFT_TOKENS = 64
 SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
@@ -216,6 +219,29 @@ class Execution:
             raise UsageError(f"--engine {self.engine}: unknown", hint=f"one of {', '.join(ENGINES)}")
         if self.compiled and self.engine != "transformers":
             raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Where drafts come from, which one forward of the model then checks.
+
+    Attributes:
+        kind: `prompt-lookup` copies what followed the same ids earlier in prompt or output, `draft-model`
+            asks a smaller model with the same vocabulary.
+        draft_tokens: ids to draft for a forward at most; fewer where they are not likely enough.
+
+    Raises:
+        UsageError: for an unknown kind.
+        InvalidParams: for a number out of its range.
+    """
+
+    kind: str = "prompt-lookup"
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPECULATIONS:
+            raise UsageError(f"--speculate {self.kind}: unknown", hint=f"one of {', '.join(SPECULATIONS)}")
+        check_range("--draft-tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
 
 
 def _check_writable(file: Path) -> None:
