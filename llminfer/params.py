@@ -17,7 +17,8 @@ KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
 WEIGHTS = ("float32", "float16", "int8", "int4")
 ENGINES = ("transformers", "native")
-SPECULATIONS = ("prompt-lookup", "draft-model")
+LOOKUPS = ("prompt-lookup",)
+SPECULATIONS = (*LOOKUPS, "draft-model")
 DEFAULT_DRAFT_TOKENS = 10
 MAX_DRAFT_TOKENS = 64
 SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
@@ -242,6 +243,27 @@ class Speculation:
         if self.kind not in SPECULATIONS:
             raise UsageError(f"--speculate {self.kind}: unknown", hint=f"one of {', '.join(SPECULATIONS)}")
         check_range("--draft-tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+
+
+def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int | None) -> Speculation | None:
+    """What the options of a run ask for, None for no speculation; `drafts` when a draft model is given.
+
+    Raises:
+        UsageError: for an unknown kind, or options that do not go together.
+        InvalidParams: for a number of tokens out of its range.
+    """
+    if speculate is not None and drafts:
+        raise UsageError("--speculate and --draft: these do not go together", hint="drop one of them")
+    if speculate is not None and speculate not in LOOKUPS:
+        raise UsageError(
+            f"--speculate {speculate}: unknown", hint=f"one of {', '.join(LOOKUPS)}; --draft MODEL for a model"
+        )
+    kind = "draft-model" if drafts else speculate
+    if kind is None:
+        if draft_tokens is not None:
+            raise UsageError("--draft-tokens is for speculation", hint="add --speculate prompt-lookup or --draft MODEL")
+        return None
+    return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
 
 
 def _check_writable(file: Path) -> None:

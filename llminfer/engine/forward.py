@@ -418,7 +418,7 @@ def _positions(ids: Tensor, start: int) -> Tensor:
 
 
 def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that ask for the logits of so many last positions, where the model can be asked for fewer than all."""
+    """The arguments that ask for the logits of so many last positions, where the model can leave out the others."""
     return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
 
 

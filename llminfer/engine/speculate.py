@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,16 @@ from torch import Tensor
 from llminfer.engine.abilities import layer_types, model_class, text_config, why_one_at_a_time
 from llminfer.engine.cache import keep_past
 from llminfer.engine.clock import Clock
-from llminfer.engine.drafts import Drafter, agreeing
+from llminfer.engine.drafts import Drafter, DraftModel, PromptLookup, agreeing
 from llminfer.engine.forward import Forward
 from llminfer.engine.sampler import Draw, Sampler
 from llminfer.engine.stop import Output
 from llminfer.errors import GenerationFailed, UnsupportedArchitecture, UsageError
 from llminfer.events import Finished, FinishReason, Step
 from llminfer.params import CacheOptions, Speculation
+
+if TYPE_CHECKING:
+    from llminfer.engine.load import LoadedModel
 
 # the caches that can be cut back, each with the kinds of layers in which it can
 _FULL = frozenset({"full_attention", "dummy"})
@@ -148,7 +151,7 @@ def _forward_and_draw(
 
 
 def _feed(forward: Forward, ids: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Feed what is not cached, and the draft; logits after the newest id and each drafted one, [1 + drafted, vocabulary]."""
+    """Feed what is not cached, and the draft; logits after the newest id and each drafted one."""
     new_ids = ids[len(forward.ids) :]
     return forward.last([*new_ids, *drafted], len(drafted) + 1) if drafted else forward(new_ids)
 
@@ -160,9 +163,7 @@ def _draw_while_agreed(this: _Round, logits: Tensor, sample: Sampler, output: Ou
         sampling_s = clock.lap()
         text = output.push(draw.token_id)
         text_s = clock.lap()
-        this.drawn.append(
-            _Drawn(draw=draw, text=text, sampling_s=sampling_s, text_s=text_s, at_s=clock.elapsed())
-        )
+        this.drawn.append(_Drawn(draw=draw, text=text, sampling_s=sampling_s, text_s=text_s, at_s=clock.elapsed()))
         if output.reason is not None or draw.token_id not in this.drafted[place : place + 1]:
             return
 
@@ -196,6 +197,38 @@ def _length_notes(exact_length: int | None, length: int) -> tuple[str, ...]:
     if exact_length is None or length <= exact_length:
         return ()
     return (f"beyond {exact_length} tokens this model's keys depend on the length, so nothing was drafted there",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What drafts for a run; `draft` is the model that does, None where the text itself does."""
+
+    speculation: Speculation
+    drafter: Drafter
+    draft: LoadedModel | None = None
+
+
+def make_drafting(
+    speculation: Speculation | None, loaded: LoadedModel, draft: LoadedModel | None, options: CacheOptions
+) -> Drafting | None:
+    """What drafts for a run of this model, None without speculation.
+
+    Raises:
+        UsageError: for a draft model that is missing, or not asked for, or has another vocabulary.
+        UnsupportedArchitecture: for a model whose cache cannot be cut back.
+    """
+    wanted = speculation is not None and speculation.kind == "draft-model"
+    if wanted != (draft is not None):
+        raise UsageError("a draft model and speculation of the kind `draft-model` go together", hint="give both")
+    if speculation is None:
+        return None
+    check_speculation(speculation, options, loaded.model.config, loaded.name)
+    if draft is None:
+        return Drafting(speculation=speculation, drafter=PromptLookup())
+    check_speculation(speculation, CacheOptions(), draft.model.config, draft.name)
+    check_vocabularies(draft.tokenizer, loaded.tokenizer, draft_name=draft.name, source=loaded.name)
+    drafter = DraftModel(draft, vocabulary=text_config(loaded.model.config).vocab_size)
+    return Drafting(speculation=speculation, drafter=drafter, draft=draft)
 
 
 # Who may speculate
@@ -251,8 +284,8 @@ def check_vocabularies(draft: Any, tokenizer: Any, *, draft_name: str, source: s
     ours, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return
-    differing = sum(theirs.get(token) != token_id for token, token_id in ours.items())
+    differing = sum(theirs.get(token) != token_id for token, token_id in ours.items()) or len(theirs) - len(ours)
     raise UsageError(
-        f"--draft {draft_name} has another vocabulary than {source}: {differing or len(theirs) - len(ours)} tokens differ",
+        f"--draft {draft_name} has another vocabulary than {source}: {differing} tokens differ",
         hint="take a draft model of the same family, or --speculate prompt-lookup",
     )
