@@ -177,6 +177,9 @@ class _PacedForward:
         way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
         return feed(self._forward, new_ids, way)
 
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        return self._forward.last(new_ids, count)
+
     @property
     def ids(self) -> Sequence[int]:
         return self._forward.ids
