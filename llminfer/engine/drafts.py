@@ -1,8 +1,8 @@
 """What may come next, guessed cheaply: from the text itself, or from a smaller model.
 
 A drafter is called with the whole sequence and returns ids that may follow. Whether they did, it sees
-at its next call, so nobody has to tell it. Guesses cost a part of a forward each, so a draft is only
-as long as its last id is likely enough to be right.
+at its next call, so nobody has to tell it. A forward over several ids costs more than one over one,
+so nothing is drafted where that would not pay, and otherwise as much as pays best.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
 
 LONGEST_NGRAM = 3
-# what one more id costs in a forward, in forwards of one id; an id less likely than that is not drafted
-_WORTH = 0.2
+# what a draft adds to a forward, and what each of its ids does, in forwards of one id (docs/speculation.md)
+_DRAFT_COST, _ID_COST = 0.8, 0.04
 # what is assumed of a match of so many ids before anything is known, and for how many ids that counts
 _FIRST_RATES, _FIRST_WEIGHT = {1: 0.1, 2: 0.4, 3: 0.7}, 2.0
 _FIRST_RATE_OF_MODEL = 0.7
@@ -95,11 +95,16 @@ class Acceptance:
                 break
 
     def worthwhile(self, most: int) -> int:
-        """How many ids to draft: the last is right when all are, which must be likely enough."""
-        likely, count = self.rate, 0
-        while count < most and likely >= _WORTH:
-            likely, count = likely * self.rate, count + 1
-        return count
+        """How many ids to draft so that a forward gives the most tokens for its cost; 0 where one without drafts does."""
+        best, best_gain = 0, 1.0
+        tokens, likely = 1.0, 1.0
+        for count in range(1, most + 1):
+            likely *= self.rate  # an id is right only behind those that are
+            tokens += likely
+            gain = tokens / (1 + _DRAFT_COST + _ID_COST * count)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        return best
 
 
 class PromptLookup:
