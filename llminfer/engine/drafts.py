@@ -95,7 +95,7 @@ class Acceptance:
                 break
 
     def worthwhile(self, most: int) -> int:
-        """How many ids to draft so that a forward gives the most tokens for its cost; 0 where one without drafts does."""
+        """How many ids to draft so that a forward gives the most tokens for its cost, 0 where none pays."""
         best, best_gain = 0, 1.0
         tokens, likely = 1.0, 1.0
         for count in range(1, most + 1):

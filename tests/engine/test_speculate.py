@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llminfer import api
 from llminfer.engine import load as load_module
+from llminfer.engine.cache import keep_past
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import exact_length
 from llminfer.engine.forward import PlainForward, PreparedForward, UncachedForward, make_forward
-from llminfer.engine.loop import decode
 from llminfer.engine.sampler import Draw, make_sampler
 from llminfer.engine.speculate import check_speculation, decode_drafts, why_not_speculate
 from llminfer.engine.stop import Output, StopMatcher
@@ -444,7 +444,18 @@ def check_speculated(model: Any, kv: Any, params: SamplingParams, *, options: Ca
 
 
 # a type of each kind that can be cut back, and of each way to be fed
-SPECULATING = ("llama", "gpt2", "gemma2", "mistral", "bloom", "bart", "gemma3n_text", "deepseek_v3", "llama4_text", "phi3")
+SPECULATING = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "mistral",
+    "bloom",
+    "bart",
+    "gemma3n_text",
+    "deepseek_v3",
+    "llama4_text",
+    "phi3",
+)
 
 
 @pytest.mark.parametrize(
@@ -467,3 +478,196 @@ def test_every_architecture_speculates_exactly_or_is_refused(model_type: str) ->
     prepare_for_comparison(model)
     check_speculated(model, kv, GREEDY)
     check_speculated(model, kv, SAMPLED)
+
+
+@pytest.mark.parametrize("options", [CacheOptions(kind="static"), CacheOptions(kind="none")], ids=["static", "none"])
+def test_other_caches_that_go_back_speculate_too(options: CacheOptions) -> None:
+    model = tiny_model(tiny_config("llama"), torch.float32)
+    check_speculated(model, None, SAMPLED, options=options)
+
+
+def test_a_prompt_fed_in_chunks_smaller_than_a_draft_speculates_too() -> None:
+    model = tiny_model(tiny_config("gemma2"), torch.float32)
+    check_speculated(model, None, SAMPLED, options=CacheOptions(prefill_chunk=2))
+
+
+@pytest.mark.parametrize("way", [PlainForward, PreparedForward, UncachedForward])
+def test_the_last_logits_are_those_of_one_token_after_the_other(way: Any) -> None:
+    model = tiny_model(tiny_config("gemma2"), torch.float32)
+    ids, together, apart = prompt_of(LONG), way(model), way(model)
+    with torch.inference_mode():
+        together(ids[:5])
+        apart(ids[:5])
+        rows = together.last(ids[5:9], 4)
+        expected = torch.cat([apart([token_id]) for token_id in ids[5:9]])
+        assert rows.shape == expected.shape
+        assert torch.allclose(rows, expected, atol=1e-5)
+        assert together.last(ids[9:], 1).shape == (1, rows.shape[1])
+
+
+def test_a_window_that_is_full_goes_back_while_it_keeps_its_past() -> None:
+    model = tiny_model(tiny_config("mistral"), torch.float32)
+    ids, forward, other = prompt_of(LONG), make_forward(model), make_forward(model)
+    with torch.inference_mode():
+        forward(ids)
+        held = forward.kv_bytes
+        assert not forward.crop(LONG - 1)  # what has left the window is gone
+        assert keep_past(forward.cache, True)
+        forward.last([3, 4, 5, 6], 4)
+        assert forward.kv_bytes > held
+        assert forward.crop(LONG + 2)
+        assert forward.kv_bytes == held
+        assert not forward.crop(LONG)  # and what the crop has let go, too
+        keep_past(forward.cache, False)
+        expected = other([*ids, 3, 4, 9])
+        assert torch.allclose(forward([9]), expected, atol=1e-5)
+
+
+# The real model
+
+
+PASSAGE = (
+    "The harbour master wrote down every ship: the Gannet with coal from Leith, the Petrel with salt from Cadiz,"
+    " and the Heron with nothing at all.\n"
+)
+COPYING = f"{PASSAGE}\n{PASSAGE}\nThe harbour master wrote"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5},
+        {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.3, "min_new_tokens": 20, "seed": 2},
+    ],
+    ids=["greedy", "sampled", "penalties"],
+)
+def test_the_real_model_says_the_same_with_drafts(smollm: Any, sampling: dict[str, Any]) -> None:
+    full = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, **sampling}
+    stop = StopCriteria(max_new_tokens=24)
+    options: dict[str, Any] = {"sampling": full, "stop": stop, "raw": True, "bad_words": [" Cadiz"]}
+    plain = trace_of(api.generate(smollm, COPYING, **options))
+    drafted = trace_of(api.generate(smollm, COPYING, **options, speculate="prompt-lookup"))
+    assert_same(drafted.steps, [(step.token_id, step.logprob) for step in plain.steps], "with drafts")
+    assert drafted.text == plain.text
+    assert drafted.finished.kv.total_bytes == drafted.steps[-1].kv_bytes == plain.steps[-1].kv_bytes
+    if full["temperature"] == 0.0:
+        assert drafted.acceptance_rate > 0.5
+        assert drafted.tokens_per_forward > 1.5
+
+
+def trace_of(events: Any) -> Trace:
+    trace = Trace()
+    for event in events:
+        trace.add(event)
+    if trace.finished.error is not None:
+        raise trace.finished.error
+    return trace
+
+
+# A model that drafts
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: Path) -> Any:
+    return api.load(tiny_llama)
+
+
+def small_draft(folder: Path, model_type: str = "gpt2", **options: Any) -> Any:
+    tokenizer = byte_level_tokenizer()
+    config = tiny_config(model_type, vocab_size=len(tokenizer), **options)
+    return api.load(save_tiny_checkpoint(folder, config, tokenizer=tokenizer))
+
+
+def with_and_without(target: Any, draft: Any, **sampling: Any) -> Trace:
+    """The run with a draft model, after a look that it says what the run without says."""
+    sampling = {"temperature": 0.0, **sampling}
+    options: dict[str, Any] = {"sampling": sampling, "stop": StopCriteria(max_new_tokens=30, ignore_eos=True)}
+    plain = trace_of(api.generate(target, "A prompt", **options))
+    drafted = trace_of(api.generate(target, "A prompt", **options, draft=draft, draft_tokens=5))
+    assert_same(drafted.steps, [(step.token_id, step.logprob) for step in plain.steps], "with a draft model")
+    cache = drafted.finished.draft_cache
+    assert cache.kv.total_bytes == cache.kv_bytes
+    for step in drafted.steps:
+        assert step.kv_bytes == footprint(target.kv, tokens=step.cached_tokens, dtype="float32").total_bytes
+    return drafted
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(target: Any) -> None:
+    trace = with_and_without(target, target)
+    assert trace.acceptance_rate == 1.0
+    assert trace.tokens_per_forward > 4
+    assert trace.started.draft_model == target.name
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral"])  # the second with windows that fill
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5, "seed": 3}])
+def test_another_model_that_drafts_is_mostly_wrong_and_changes_nothing(
+    target: Any, tmp_path: Path, model_type: str, sampling: dict[str, Any]
+) -> None:
+    trace = with_and_without(target, small_draft(tmp_path, model_type), **sampling)
+    assert trace.drafted > 0
+    assert trace.accepted < trace.drafted
+
+
+def test_drafts_end_where_the_draft_models_context_does(target: Any, tmp_path: Path) -> None:
+    trace = with_and_without(target, small_draft(tmp_path, n_positions=40, max_position_embeddings=40))
+    assert trace.finished.draft_cache.cached_tokens <= 40
+    assert any("beyond the draft model's 40 tokens" in note for note in trace.finished.notes)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_before_the_weights_are_read(
+    target: Any, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_level_tokenizer(["another", "two"])
+    folder = save_tiny_checkpoint(tmp_path, tiny_config("gpt2", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    draft = api.load(folder)
+    with pytest.raises(UsageError, match="another vocabulary"):
+        api.generate(target, "x", draft=draft)
+    monkeypatch.setattr(load_module, "_load_weights", lambda *arguments: pytest.fail("the weights were read"))
+    with pytest.raises(UsageError, match="another vocabulary"):
+        load_module.load(inspect_checkpoint(tiny_llama), speculation=Speculation(kind="draft-model"), draft=draft)
+
+
+# What is refused
+
+
+def test_what_cannot_go_back_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_checkpoint(tmp_path, tiny_config("mamba2", vocab_size=300))
+    monkeypatch.setattr(load_module, "_load_weights", lambda *arguments: pytest.fail("the weights were read"))
+    with pytest.raises(UnsupportedArchitecture, match="linear_attention layers cannot be cut back"):
+        load_module.load(inspect_checkpoint(folder), speculation=Speculation())
+
+
+@pytest.mark.parametrize(
+    "options", [CacheOptions(kind="quantized"), CacheOptions(window=16)], ids=["quantized", "window"]
+)
+def test_caches_that_do_not_go_back_are_refused(target: Any, options: CacheOptions) -> None:
+    with pytest.raises(UsageError, match="cannot be cut back"):
+        check_speculation(Speculation(), options, target.model.config, "x")
+
+
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_a_number_of_draft_tokens_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(InvalidParams, match="--draft-tokens"):
+        Speculation(draft_tokens=count)
+
+
+def test_a_saved_cache_holds_what_was_accepted_and_nothing_else(target: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 3, "seed": 4}, "raw": True}
+    options["stop"] = StopCriteria(max_new_tokens=12, ignore_eos=True)
+    files = {"plain": {}, "drafted": {"draft": target}}
+    for text in ("a prompt", "a prompt that goes on"):  # the second time from the file
+        traces = {
+            name: trace_of(api.generate(target, text, **options, **drafts, cache=CacheOptions(file=tmp_path / name)))
+            for name, drafts in files.items()
+        }
+        assert traces["plain"].token_ids == traces["drafted"].token_ids
+        assert 0 < traces["drafted"].accepted < traces["drafted"].drafted
+        plain, drafted = (load_file(tmp_path / name) for name in files)
+        assert plain["token_ids"].equal(drafted["token_ids"])
+        assert {name: part.shape for name, part in plain.items()} == {n: part.shape for n, part in drafted.items()}
+        assert all(torch.allclose(plain[name], drafted[name], atol=1e-5) for name in plain)
+    assert traces["plain"].started.reused_tokens == traces["drafted"].started.reused_tokens > 5
