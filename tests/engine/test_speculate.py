@@ -656,9 +656,9 @@ def test_a_number_of_draft_tokens_out_of_range_is_refused(count: int) -> None:
 
 
 def test_a_saved_cache_holds_what_was_accepted_and_nothing_else(target: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 3, "seed": 4}, "raw": True}
-    options["stop"] = StopCriteria(max_new_tokens=12, ignore_eos=True)
-    files = {"plain": {}, "drafted": {"draft": target}}
+    options: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 2, "seed": 4}, "raw": True}
+    options["stop"] = StopCriteria(max_new_tokens=20, ignore_eos=True)
+    files: dict[str, dict[str, Any]] = {"plain": {}, "drafted": {"draft": target}}
     for text in ("a prompt", "a prompt that goes on"):  # the second time from the file
         traces = {
             name: trace_of(api.generate(target, text, **options, **drafts, cache=CacheOptions(file=tmp_path / name)))
