@@ -169,6 +169,7 @@ def run_prompt(
     tokenize_s: float,
     forward: Forward,
     reused: int,
+    drafting: Drafting | None = None,
 ) -> Generator[Event, None, None]:
     """The events of an encoded prompt, whose first `reused` tokens the forward's cache holds already.
 
@@ -176,7 +177,7 @@ def run_prompt(
         UsageError: before the first event, for a prompt longer than the context.
     """
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    feeding = Feeding(options=CacheOptions(kind=cache), reused=reused)
+    feeding = Feeding(options=CacheOptions(kind=cache), reused=reused, drafting=drafting)
     started = make_started(loaded, prompt, sampling, stop, limit, feeding, tokenize_s, notes)
     return _events(loaded, prompt, started, limit, clock, forward, feeding)
 

@@ -61,6 +61,8 @@ def turn_line(trace: Trace) -> Text:
         parts.append(f"TTFT {format_seconds(trace.ttft_s)}")
     if trace.decode_tokens_per_s is not None:
         parts.append(f"{trace.decode_tokens_per_s:.2f} tokens/s")
+    if trace.drafted:
+        parts.append(f"{trace.accepted} of {trace.drafted} drafted tokens accepted")
     if started is not None and finished is not None:
         parts.append(_stop_text(started, finished, len(trace.steps)))
     return _line("turn", *parts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.tiny_checkpoints import byte_level_tokenizer, save_tiny_checkpoint
+from tests.tiny_checkpoints import CHAT_TEMPLATE, byte_level_tokenizer, save_tiny_checkpoint
 from tests.tiny_models import tiny_config
 
 Cli = Callable[..., tuple[int, bytes, str]]
@@ -99,6 +102,17 @@ def test_a_model_drafts_and_its_cache_is_counted_too(run_cli: Cli, tiny_llama: P
     assert figures["draft_kv_predicted_bytes"] == figures["draft_kv_measured_bytes"] > 0
     _, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos")
     assert "its own KV cache of" in err
+
+
+def test_a_chat_says_how_many_drafts_were_right(
+    run_cli: Cli, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = scripted([*"abcd"] * 50, positions=200, chat_template=CHAT_TEMPLATE)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n"), isatty=lambda: False))
+    code, out, err = run_cli("chat", "-m", folder, "-t", "0", "-n", "20", *LOOKUP)
+    assert code == 0
+    assert [len(line) for line in out.splitlines()] == [20, 20]
+    assert err.count("drafted tokens accepted") == 2
 
 
 @pytest.mark.parametrize(("what", "code"), [("vocabulary", 2), ("recurrent", 4), ("missing", 3)])

@@ -25,6 +25,7 @@ from llminfer.engine.cache import keep_past
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import exact_length
+from llminfer.engine.conversation import Conversation
 from llminfer.engine.forward import PlainForward, PreparedForward, UncachedForward, make_forward
 from llminfer.engine.sampler import Draw, make_sampler
 from llminfer.engine.speculate import check_speculation, decode_drafts, why_not_speculate
@@ -627,6 +628,28 @@ def test_a_draft_model_with_another_vocabulary_is_refused_before_the_weights_are
     monkeypatch.setattr(load_module, "_load_weights", lambda *arguments: pytest.fail("the weights were read"))
     with pytest.raises(UsageError, match="another vocabulary"):
         load_module.load(inspect_checkpoint(tiny_llama), speculation=Speculation(kind="draft-model"), draft=draft)
+
+
+# A chat
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["lookup", "model"])
+def test_answers_are_the_same_with_drafts_turn_by_turn(tmp_path: Path, model_type: str, drafts: bool) -> None:
+    target = small_draft(tmp_path, model_type, max_position_embeddings=512)
+    sampling, stop = {"temperature": 1.0, "top_k": 2, "seed": 1}, StopCriteria(max_new_tokens=12, ignore_eos=True)
+    draft = target if drafts else None
+    kind = "draft-model" if drafts else "prompt-lookup"
+    plain = Conversation(target, sampling=sampling, stop=stop)
+    drafted = Conversation(
+        target, sampling=sampling, stop=stop, speculation=Speculation(kind=kind, draft_tokens=4), draft=draft
+    )
+    for text in ("Hello, hello.", "Hello again, hello.", "And again."):
+        expected, trace = trace_of(plain.ask(text)), trace_of(drafted.ask(text))
+        assert trace.token_ids == expected.token_ids
+        assert trace.started.reused_tokens == expected.started.reused_tokens
+        assert trace.steps[-1].kv_bytes == expected.steps[-1].kv_bytes == trace.finished.kv.total_bytes
+    assert drafted.messages == plain.messages
 
 
 # What is refused
