@@ -102,7 +102,7 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
+        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
         speculate: `prompt-lookup` drafts what followed the same ids before; the tokens stay the same.
         draft: a smaller model with the same vocabulary, from `load`, that drafts.
         draft_tokens: ids to draft for a forward at most.

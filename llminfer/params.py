@@ -12,7 +12,7 @@ from pathlib import Path
 from llminfer.errors import InvalidParams, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CACHES = ("dynamic", "static", "quantized", "none")
+CACHES = ("dynamic", "growing", "static", "quantized", "none")
 KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
 WEIGHTS = ("float32", "float16", "int8", "int4")

@@ -83,7 +83,7 @@ def chat(
     )
     check_flags(flags, max_new_tokens)
     check_choice(choice)
-    check_known("--cache", cache, ("dynamic", "none"))
+    check_known("--cache", cache, ("dynamic", "growing", "none"))
     speculation = make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens)
     if system is not None and load is not None:
         raise UsageError("two beginnings: --system and --load", hint="give one of them")

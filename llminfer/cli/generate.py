@@ -118,7 +118,9 @@ def generate(
     cache: Annotated[
         str,
         typer.Option(
-            "--cache", metavar="CACHE", help="dynamic, static, quantized; none is the textbook loop without a cache."
+            "--cache",
+            metavar="CACHE",
+            help="dynamic, growing, static, quantized; none is the textbook loop without a cache.",
         ),
     ] = "dynamic",
     kv_bits: Annotated[

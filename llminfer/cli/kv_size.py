@@ -65,7 +65,7 @@ def kv_size(
         typer.Option(
             "--runtime",
             metavar="NAME",
-            help="transformers, transformers-static, transformers-quantized, vllm, llama.cpp, ideal, or all.",
+            help="transformers, transformers-static, transformers-quantized, llminfer, vllm, llama.cpp, ideal, or all.",
         ),
     ] = "transformers",
     tp: Annotated[

@@ -76,7 +76,7 @@ DraftTokens = Annotated[
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
 Cache = Annotated[
-    str, typer.Option("--cache", metavar="CACHE", help="dynamic; none is the textbook loop without a cache.")
+    str, typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
 AllowPickle = Annotated[

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from llminfer.engine.growing_cache import GrowingCache, GrowingLayer, GrowingSlidingLayer
 from llminfer.engine.window_cache import WindowCache, WindowLayer
 
 # attributes that say where a cache is, or how it works, and hold nothing of the sequence
@@ -16,7 +17,9 @@ BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer
 # attributes of modules that keep the states of the sequence in themselves, as RecurrentGemma's do
 MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 # caches that hold nothing outside their layers; a model's own subclass may
-WHOLE_CACHES = frozenset({DynamicCache, StaticCache, WindowCache})
+WHOLE_CACHES = frozenset({DynamicCache, GrowingCache, StaticCache, WindowCache})
+# their windows can keep what leaves them until the next crop; exact classes
+_SLIDING = (DynamicSlidingWindowLayer, GrowingSlidingLayer)
 # quanto's tensors: packed data, scale and shift of groups, each possibly a shell again
 _SHELLED = ("_data", "_scale", "_shift")
 
@@ -41,7 +44,7 @@ def keep_past(cache: Any, keep: bool) -> bool:
 
     Begin after the prefill, and end after a crop: in between they hold more than their window.
     """
-    windows = [layer for layer in getattr(cache, "layers", ()) if type(layer) is DynamicSlidingWindowLayer]
+    windows = [layer for layer in getattr(cache, "layers", ()) if type(layer) in _SLIDING]
     for layer in windows:
         layer.record_past = keep
     return bool(windows)
@@ -53,16 +56,16 @@ def keeps_past(cache: Any) -> bool:
 
 
 def _keeps_past(layer: Any) -> bool:
-    return type(layer) is DynamicSlidingWindowLayer and layer.record_past
+    return type(layer) in _SLIDING and bool(layer.record_past)
 
 
 def _can_crop(layer: Any, tokens: int) -> bool:
     """Exact classes: a subclass may keep more than its parent cuts."""
-    if type(layer) is DynamicSlidingWindowLayer:
+    if type(layer) in _SLIDING:
         return _window_can_crop(layer, tokens)
     if type(layer) is WindowLayer:
         return bool(layer.get_seq_length() <= layer.window)
-    return type(layer) in (DummyLayer, DynamicLayer, StaticLayer)
+    return type(layer) in (DummyLayer, DynamicLayer, GrowingLayer, StaticLayer)
 
 
 def _window_can_crop(layer: Any, tokens: int) -> bool:
@@ -92,7 +95,10 @@ def module_states(modules: Sequence[Any]) -> list[Any]:
 
 
 def cache_bytes(cache: object) -> int:
-    """Bytes of all tensors in a cache, views counted at their own size, one under two names once."""
+    """Bytes of all tensors in a cache, views counted at their own size, one under two names once.
+
+    Of buffers that are written in place all places count, also those that hold nothing yet.
+    """
     distinct = {id(tensor): tensor for tensor in cache_tensors(cache)}
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 

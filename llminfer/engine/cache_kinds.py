@@ -21,6 +21,7 @@ from llminfer.engine.abilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.growing_cache import GrowingCache
 from llminfer.engine.window_cache import WindowCache
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint
@@ -158,6 +159,28 @@ def _predict_dynamic(options: CacheOptions, kv: ModelKV, fed: Fed) -> Footprint:
     return footprint(kv, tokens=fed.tokens)
 
 
+# growing
+
+
+def _check_growing(options: CacheOptions, candidate: Candidate) -> None:
+    what = "a growing cache"
+    _check_own_cache(what, candidate)
+    if candidate.model_type in NOT_GROWING:
+        raise candidate.refuse(what, NOT_GROWING[candidate.model_type])
+
+
+# what has layers that the cache is not made of
+NOT_GROWING: Mapping[str, str] = {"blt": "its patches have caches of their own"}
+
+
+def _make_growing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+    return GrowingCache(text_config(model.config))
+
+
+def _predict_growing(options: CacheOptions, kv: ModelKV, fed: Fed) -> Footprint:
+    return footprint(kv, tokens=fed.tokens, runtime="llminfer")
+
+
 # static
 
 
@@ -274,6 +297,7 @@ def _make_nothing(options: CacheOptions, model: Any, max_tokens: int | None) -> 
 
 CACHE_KINDS: Mapping[str, CacheKind] = {
     "dynamic": CacheKind(check=_check_nothing, make=_make_dynamic, predict=_predict_dynamic),
+    "growing": CacheKind(check=_check_growing, make=_make_growing, predict=_predict_growing),
     "static": CacheKind(check=_check_static, make=_make_static, predict=_predict_static),
     "quantized": CacheKind(check=_check_quantized, make=_make_quantized, predict=_predict_quantized),
     "window": CacheKind(check=_check_window, make=_make_window, predict=_predict_window),

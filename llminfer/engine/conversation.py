@@ -34,7 +34,7 @@ class Conversation:
     Args:
         sampling: values by name as in `SamplingParams`; those missing come from the model.
         stop: when an answer ends.
-        cache: `dynamic`, or `none` to recompute everything.
+        cache: `dynamic` or `growing`, or `none` to recompute everything.
         messages: what was said before.
         speculation: draft several tokens and check them in one forward; the answers stay the same.
         draft: the model that drafts, for speculation of that kind.
@@ -134,7 +134,9 @@ class Conversation:
                 return kept, shared, ()
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
-        self._forward = _PacedForward(make_forward(self._loaded.model, cached=self._cache != "none"), self._way)
+        self._forward = _PacedForward(
+            make_forward(self._loaded.model, options=CacheOptions(kind=self._cache)), self._way
+        )
         return self._forward, 0, notes
 
     def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:

@@ -14,6 +14,7 @@ Four ways, chosen before the loop starts so that the loop knows nothing of them:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from llminfer.engine.cache import (
     stateful_modules,
 )
 from llminfer.engine.cache_kinds import make_cache
+from llminfer.engine.grouped_attention import grouped_attention
 from llminfer.engine.window_cache import window_mask
 from llminfer.params import CacheOptions
 
@@ -108,7 +110,8 @@ def make_forward(
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
     way = _WAYS.get(options.name, by_model)
-    return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options))
+    attention = grouped_attention if options.name == "growing" else nullcontext
+    return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), attention)
 
 
 def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
@@ -160,15 +163,18 @@ def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
 class PieceForward:
     """Feeds another forward piece by piece, so that a long prompt never is in the model all at once."""
 
-    __slots__ = ("_forward", "_pieces")
+    __slots__ = ("_attention", "_forward", "_pieces")
 
-    def __init__(self, forward: Forward, pieces: Pieces) -> None:
-        self._forward, self._pieces = forward, pieces
+    def __init__(
+        self, forward: Forward, pieces: Pieces, attention: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._forward, self._pieces, self._attention = forward, pieces, attention
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         logits = None
         for piece in self._pieces(new_ids, len(self._forward.ids)):
-            logits = self._forward(piece)
+            with self._attention():
+                logits = self._forward(piece)
         if logits is None:
             raise ValueError("nothing to feed")
         return logits
@@ -176,7 +182,8 @@ class PieceForward:
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if len(new_ids) > count:
             self(new_ids[:-count])
-        return self._forward.last(new_ids[-count:], count)
+        with self._attention():
+            return self._forward.last(new_ids[-count:], count)
 
     @property
     def ids(self) -> Sequence[int]:

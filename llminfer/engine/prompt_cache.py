@@ -40,6 +40,7 @@ from transformers.cache_utils import (
 from llminfer.engine.cache import WHOLE_CACHES
 from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
 from llminfer.engine.forward import Forward
+from llminfer.engine.growing_cache import GrowingLayer, GrowingSlidingLayer
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.window_cache import WindowLayer
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
@@ -49,7 +50,8 @@ FORMAT, FORMAT_VERSION = "llminfer prompt cache", "1"
 _IDS = "token_ids"
 _NEW_FILE = "delete the file to begin a new one"
 # exact classes: a subclass may keep more than is written here
-_GROWING = (DynamicLayer, DynamicSlidingWindowLayer, WindowLayer)
+_IN_PLACE = (GrowingLayer, GrowingSlidingLayer)
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer, WindowLayer, *_IN_PLACE)
 _STATIC_SLIDING = (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
 _STATIC = (StaticLayer, LinearAttentionAndStaticFullAttentionLayer, *_STATIC_SLIDING)
 _HYBRID = (
@@ -238,6 +240,8 @@ def _check_sizes(
     if loaded.kv is None:
         return
     kv = replace(loaded.kv, dtype=str(loaded.dtype).removeprefix("torch."))
+    if options.kind == "growing":  # without the places that hold nothing, its tensors are a dynamic cache's
+        options = replace(options, kind="dynamic")
     predicted = predict_cache(options, kv, Fed(prompt=(tokens,), steps=0, room=tokens))
     if predicted is None or len(predicted.layer_bytes) != len(tensors):
         return
@@ -291,6 +295,10 @@ def _fill(layer: Any, tensors: Mapping[str, Tensor], tokens: int) -> None:
             layer.update(keys, values)
             if type(layer) in _STATIC_SLIDING:
                 layer.cumulative_length_int = tokens
+        elif type(layer) in _IN_PLACE:
+            layer.update(keys, values)
+            if isinstance(layer, GrowingSlidingLayer):
+                layer.advance_over(tokens - keys.shape[-2])
         else:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values

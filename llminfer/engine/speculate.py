@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 # the caches that can be cut back, each with the kinds of layers in which it can
 _FULL = frozenset({"full_attention", "dummy"})
+_WITH_WINDOWS = _FULL | {"sliding_attention", "chunked_attention"}
 _GOES_BACK: Mapping[str, frozenset[str]] = {
-    "dynamic": _FULL | {"sliding_attention", "chunked_attention"},
+    "dynamic": _WITH_WINDOWS,
+    "growing": _WITH_WINDOWS,
     "static": _FULL,
 }
 SPECULATIVE_CACHES = frozenset({*_GOES_BACK, "none"})

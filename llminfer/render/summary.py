@@ -176,6 +176,7 @@ def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator
 def _kind_lines(started: Started) -> Iterator[Text]:
     """What is special about the cache, where it is not the plain dynamic one."""
     kinds = {
+        "growing": "growing, written in place in buffers of whole blocks of tokens",
         "static": "static, allocated before the first token",
         "quantized": f"quantized to {started.kv_bits} bits, the newest tokens in {started.dtype}",
         "window": f"a window: the first {SINK_TOKENS} tokens and the newest {(started.kv_window or 0) - SINK_TOKENS}",

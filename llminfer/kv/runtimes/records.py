@@ -120,7 +120,14 @@ def tensor_type(tensor: PerToken, request: Request) -> ElementType:
 
 
 def per_token_terms(
-    layer: LayerKV, slots: int, request: Request, *, sequences: int, tokens: int | None = None, symbol: str = "N"
+    layer: LayerKV,
+    slots: int,
+    request: Request,
+    *,
+    sequences: int,
+    tokens: int | None = None,
+    symbol: str = "N",
+    places: Callable[[PerToken, int], int] = lambda tensor, entries: entries,
 ) -> tuple[Term, ...]:
     """The summands of the tensors that grow, equal ones together: `B · n · L · h · d · slots · b_e`.
 
@@ -128,11 +135,13 @@ def per_token_terms(
         slots: tokens that stay cached of the layer's window.
         tokens: tokens seen, for tensors that the window does not apply to; `slots` when not given.
         symbol: the letter that stands for `slots` in the formula.
+        places: what a tensor takes for so many entries, where that is more.
     """
     seen = slots if tokens is None else tokens
     groups: dict[tuple[int, int, int, ElementType], list[str]] = {}
     for tensor in layer.tensors:
-        key = (tensor.heads, tensor.dim, tensor.entries(tokens=seen, kept=slots), tensor_type(tensor, request))
+        entries = places(tensor, tensor.entries(tokens=seen, kept=slots))
+        key = (tensor.heads, tensor.dim, entries, tensor_type(tensor, request))
         groups.setdefault(key, []).append(tensor.name)
     latent = layer.kind.startswith("latent")
     terms = []

@@ -6,6 +6,7 @@ from llminfer.errors import UsageError
 from llminfer.kv.runtimes import (
     ideal,
     llama_cpp,
+    llminfer,
     transformers_dynamic,
     transformers_quantized,
     transformers_static,
@@ -19,6 +20,7 @@ RUNTIMES: dict[str, Runtime] = {
         transformers_dynamic.RUNTIME,
         transformers_static.RUNTIME,
         transformers_quantized.RUNTIME,
+        llminfer.RUNTIME,
         vllm.RUNTIME,
         llama_cpp.RUNTIME,
         ideal.RUNTIME,
