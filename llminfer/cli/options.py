@@ -72,7 +72,7 @@ Draft = Annotated[
     typer.Option("--draft", metavar="MODEL", help="A smaller model of the same vocabulary drafts; the text stays."),
 ]
 DraftTokens = Annotated[
-    int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 16 if unset.")
+    int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 15 if unset.")
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
 Cache = Annotated[

@@ -413,6 +413,9 @@ class Guide:
         return draft
 
 
+_RUNTIMES = {None: "transformers", "growing": "llminfer"}
+
+
 def check_speculated(model: Any, kv: Any, *, options: CacheOptions | None = None) -> None:
     """The tokens and log-probabilities of the run without drafts, and the predicted bytes, in and beyond a window."""
     for length, params in ((SHORT, GREEDY), (LONG, SAMPLED)):
@@ -438,10 +441,10 @@ def check_speculated(model: Any, kv: Any, *, options: CacheOptions | None = None
         assert_same(steps, [(step.token_id, step.logprob) for step in plain], f"prompt of {length}")
         assert sum(step.accepted for step in steps) < sum(step.drafted for step in steps)
         assert any(step.accepted for step in steps)
-        if options is None:
-            for step in steps:
-                predicted = footprint(kv, tokens=step.cached_tokens, dtype="float32").total_bytes
-                assert step.kv_bytes == predicted or (step.kv_bytes is None and predicted == 0)
+        runtime = _RUNTIMES.get(None if options is None else options.kind)
+        for step in steps if runtime is not None else ():
+            predicted = footprint(kv, tokens=step.cached_tokens, dtype="float32", runtime=runtime).total_bytes
+            assert step.kv_bytes == predicted or (step.kv_bytes is None and predicted == 0)
 
 
 # a type of each kind that can be cut back, and of each way to be fed
@@ -484,6 +487,13 @@ def test_every_architecture_speculates_exactly_or_is_refused(model_type: str) ->
 def test_other_caches_that_go_back_speculate_too(options: CacheOptions) -> None:
     model = tiny_model(tiny_config("llama"), torch.float32)
     check_speculated(model, None, options=options)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_growing_cache_speculates_and_its_buffers_follow(model_type: str) -> None:
+    config = tiny_config(model_type)
+    kv = read_model(json.loads(json.dumps(config.to_dict(), default=str)), source=model_type)
+    check_speculated(tiny_model(config, torch.float32), kv, options=CacheOptions(kind="growing"))
 
 
 def test_a_prompt_fed_in_chunks_smaller_than_a_draft_speculates_too() -> None:
