@@ -87,7 +87,7 @@ def generate(
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str | CacheOptions = "dynamic",
+    cache: str | CacheOptions | None = None,
     speculate: str | None = None,
     draft: LoadedModel | None = None,
     draft_tokens: int | None = None,
@@ -102,7 +102,8 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
+        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more;
+            when not given, static for a compiled model, growing for the native engine, dynamic for others.
         speculate: `prompt-lookup` drafts what followed the same ids before; the tokens stay the same.
         draft: a smaller model with the same vocabulary, from `load`, that drafts.
         draft_tokens: ids to draft for a forward at most.

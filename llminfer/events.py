@@ -20,9 +20,12 @@ FinishReason = Literal["eos", "stop", "length", "context", "time", "interrupted"
 class Started:
     """The run is about to do its first forward.
 
+    `weights` is the format that linear layers were packed in, None for those of the checkpoint, and
+    `weights_bytes` what the whole model holds.
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
+    `compile_s` went by before the run's clock started, None when nothing was to be compiled.
     """
 
     model: str
@@ -47,6 +50,9 @@ class Started:
     reused_tokens: int = 0
     speculation: Speculation | None = None
     draft_model: str | None = None
+    weights: str | None = None
+    weights_bytes: int | None = None
+    compile_s: float | None = None
     notes: tuple[str, ...] = ()
 
 

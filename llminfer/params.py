@@ -221,6 +221,44 @@ class Execution:
         if self.compiled and self.engine != "transformers":
             raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
 
+    def check_placed(self, *, device: str, dtype: str) -> None:
+        """Refuse a device or an element type that the weights' format does not go with.
+
+        Raises:
+            UsageError: naming both.
+        """
+        if self.weights_format is None:
+            return
+        option = f"--weights {self.weights}" if self.weights is not None else f"--engine {self.engine}"
+        if device not in ("auto", "cpu"):
+            raise UsageError(f"{option} needs the CPU, not {device}", hint="drop one of them")
+        if dtype not in ("auto", "float32"):
+            raise UsageError(f"{option} computes in float32, not in {dtype}", hint="drop one of them")
+
+    @property
+    def default_cache(self) -> str:
+        """The kind of cache that a run has when none is asked for."""
+        if self.compiled:
+            return "static"
+        return "growing" if self.engine == "native" else "dynamic"
+
+    @property
+    def weights_format(self) -> str | None:
+        """The format that linear layers are packed in, None when they stay as they are."""
+        return self.weights or ("float32" if self.engine == "native" else None)
+
+    def check_cache(self, options: CacheOptions) -> None:
+        """Refuse a cache that does not go with this way of running.
+
+        Raises:
+            UsageError: naming the options.
+        """
+        if self.compiled and options.kind != "static":
+            raise UsageError(
+                f"--compile and --cache {options.kind}: these do not go together",
+                hint="drop --cache: a compiled run keeps a static one",
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:

@@ -50,7 +50,7 @@ def chat(
     speculate: options.Speculate = None,
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = None,
-    cache: options.Cache = "dynamic",
+    cache: options.Cache = None,
     quiet: options.Quiet = False,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -83,7 +83,12 @@ def chat(
     )
     check_flags(flags, max_new_tokens)
     check_choice(choice)
-    check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if cache is not None:
+        check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if compiled:
+        raise UsageError(
+            "chat and --compile: these do not go together", hint="drop --compile, which needs a fixed cache"
+        )
     speculation = make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens)
     if system is not None and load is not None:
         raise UsageError("two beginnings: --system and --load", hint="give one of them")
@@ -100,7 +105,7 @@ def _start(
     choice: ModelChoice,
     flags: Mapping[str, float | None],
     stop: StopCriteria,
-    cache: str,
+    cache: str | None,
     begin: tuple[Message, ...],
     debug: bool,
     speculation: Speculation | None,
@@ -108,7 +113,7 @@ def _start(
 ) -> _Session:
     """Load the model and say what it is."""
     startup_s: dict[str, float] = {}
-    kind = CacheOptions(kind=cache)
+    kind = CacheOptions(kind=cache or choice.execution.default_cache)
     draft = None
     if speculation is not None and draft_name is not None:
         loaded, draft = load_with_draft(choice, draft_name, startup_s, cache=kind, speculation=speculation)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft
+from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft, status
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
 from llminfer.cli.stream import interrupts, stream, text_of, write_text
@@ -116,13 +116,13 @@ def generate(
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = None,
     cache: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--cache",
             metavar="CACHE",
-            help="dynamic, growing, static, quantized; none is the textbook loop without a cache.",
+            help="dynamic, growing, static, quantized; none is the textbook loop. [default: dynamic]",
         ),
-    ] = "dynamic",
+    ] = None,
     kv_bits: Annotated[
         int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
     ] = None,
@@ -189,9 +189,12 @@ def generate(
         check_flags(flags, max_new_tokens)
         _check_choices(request)
         execution = Execution(weights=weights, engine=engine, compiled=compiled)
+        # several sequences share a dynamic cache, and a window is kept in one of its own
+        shared = many.file is not None or num_samples > 1 or kv_window is not None
+        default_cache = "dynamic" if shared and not compiled else execution.default_cache
         request = replace(
             request,
-            caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)),
+            caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
             choice=replace(request.choice, execution=execution),
             speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
             draft=draft,
@@ -293,7 +296,10 @@ def _check_caching(request: _Request) -> None:
     caching = request.caching
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
+    compiled = request.choice.execution.compiled
+    request.choice.execution.check_cache(caching)
     asked = {
+        "--compile": compiled,
         f"--cache {caching.kind}": caching.kind != "dynamic",
         "--kv-window": caching.window is not None,
         "--prefill-chunk": caching.prefill_chunk is not None,
@@ -315,6 +321,7 @@ def _check_speculation(request: _Request) -> None:
         "--num-samples": request.num_samples > 1,
         "--cache quantized": request.caching.kind == "quantized",
         "--kv-window": request.caching.window is not None,
+        "--compile": request.choice.execution.compiled,
     }
     for other in (name for name, given in others.items() if given):
         raise UsageError(f"{flag} and {other}: these do not go together", hint="drop one of them")
@@ -370,18 +377,20 @@ def _run(request: _Request, *, debug: bool) -> int:
         return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
 
-    events = generate_events(
-        loaded,
-        request.text,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        stop=request.stop,
-        system=request.system,
-        raw=request.raw,
-        cache=request.caching,
-        speculation=request.speculation,
-        draft=draft,
-    )
+    compiles = request.output.talks and request.choice.execution.compiled
+    with status("compiling the decode step", compiles):
+        events = generate_events(
+            loaded,
+            request.text,
+            sampling=request.flags,
+            bad_words=request.bad_words,
+            stop=request.stop,
+            system=request.system,
+            raw=request.raw,
+            cache=request.caching,
+            speculation=request.speculation,
+            draft=draft,
+        )
     if request.output.echo:
         write_text(request.text)
     output = request.output

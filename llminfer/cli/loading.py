@@ -86,6 +86,7 @@ def load_with_draft(
 
 
 def _inspect(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Checkpoint]:
+    choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
     from llminfer.engine.checkpoint import inspect_checkpoint
 
     name, folder = _find_folder(choice, startup_s)

@@ -74,9 +74,10 @@ Draft = Annotated[
 DraftTokens = Annotated[
     int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 15 if unset.")
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
-    str, typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
+    str | None,
+    typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
 AllowPickle = Annotated[

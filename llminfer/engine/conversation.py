@@ -18,7 +18,7 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
 from llminfer.engine.device import synchronizer
 from llminfer.engine.forward import Forward, make_forward
-from llminfer.engine.load import LoadedModel
+from llminfer.engine.load import LoadedModel, way_for
 from llminfer.engine.prompt import Prompt, encode_messages
 from llminfer.engine.run import effective_sampling, run_prompt
 from llminfer.engine.speculate import Drafting, make_drafting
@@ -34,7 +34,7 @@ class Conversation:
     Args:
         sampling: values by name as in `SamplingParams`; those missing come from the model.
         stop: when an answer ends.
-        cache: `dynamic` or `growing`, or `none` to recompute everything.
+        cache: `dynamic` or `growing`, or `none` to recompute everything; as suits the model when not given.
         messages: what was said before.
         speculation: draft several tokens and check them in one forward; the answers stay the same.
         draft: the model that drafts, for speculation of that kind.
@@ -50,7 +50,7 @@ class Conversation:
         *,
         sampling: Mapping[str, Any] | None = None,
         stop: StopCriteria | None = None,
-        cache: str = "dynamic",
+        cache: str | None = None,
         messages: Sequence[Message] = (),
         speculation: Speculation | None = None,
         draft: LoadedModel | None = None,
@@ -60,12 +60,12 @@ class Conversation:
                 f"{loaded.name} has no chat template, so it cannot chat",
                 hint='try: llminfer generate --raw "Once upon a time"',
             )
-        self._loaded, self._cache = loaded, cache
+        self._loaded, self._cache = loaded, cache or loaded.execution.default_cache
         self._speculation, self._draft = speculation, draft
         self._drafting()
         self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
         self._forward: _PacedForward | None = None
-        self._way: Continuation | None = Continuation.NEVER if cache == "none" else None
+        self._way: Continuation | None = Continuation.NEVER if self._cache == "none" else None
         self._exact_length = exact_length(loaded.model.config)
         self.messages: tuple[Message, ...] = tuple(messages)
 
@@ -134,9 +134,9 @@ class Conversation:
                 return kept, shared, ()
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
-        self._forward = _PacedForward(
-            make_forward(self._loaded.model, options=CacheOptions(kind=self._cache)), self._way
-        )
+        options = CacheOptions(kind=self._cache)
+        forward = make_forward(self._loaded.model, options=options, way=way_for(self._loaded, options))
+        self._forward = _PacedForward(forward, self._way)
         return self._forward, 0, notes
 
     def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:

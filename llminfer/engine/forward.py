@@ -43,6 +43,8 @@ _WHOLE_PROMPT = frozenset({"quantized", "none"})
 
 # (new ids, ids fed before) to the pieces to feed
 Pieces = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
+# the model, or what runs it: its arguments to its outputs
+Call = Callable[..., Any]
 
 
 class Forward(Protocol):
@@ -84,6 +86,10 @@ class Forward(Protocol):
         ...
 
 
+# (model, cache=..., cached_ids=...) to the forward
+Way = Callable[..., Forward]
+
+
 def make_forward(
     model: Any,
     *,
@@ -92,6 +98,7 @@ def make_forward(
     max_tokens: int | None = None,
     cache: Any = None,
     cached_ids: Sequence[int] = (),
+    way: Way | None = None,
 ) -> Forward:
     """The forward for this model.
 
@@ -101,6 +108,7 @@ def make_forward(
         max_tokens: the most tokens that will be cached, for caches that are allocated at once.
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
+        way: how to feed the model, in place of the way that suits it and the cache.
 
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
@@ -109,7 +117,7 @@ def make_forward(
     if cache is None:
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
-    way = _WAYS.get(options.name, by_model)
+    way = way or _WAYS.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
     return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), attention)
 
@@ -216,7 +224,7 @@ class UncachedForward:
     def __init__(self, model: Any, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self.ids = list(cached_ids)
-        self._keyword_arguments = _static_arguments(model, use_cache=False)
+        self._keyword_arguments = static_arguments(model, use_cache=False)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         return self.last(new_ids, 1)
@@ -245,14 +253,17 @@ class PlainForward:
         "_keyword_arguments",
         "_model",
         "_stateful",
+        "_step",
         "_torn",
         "_uncached",
     )
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
+    ) -> None:
+        self._model, self._step = model, step or model
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._keyword_arguments = _static_arguments(model, use_cache=True)
+        self._keyword_arguments = static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
         self._torn = False
@@ -270,7 +281,8 @@ class PlainForward:
         ids = _tensor(new_ids, self._model.device)
         arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         self._torn = True
-        outputs = self._model(input_ids=ids, **arguments)
+        run = self._step if self._ids and len(new_ids) == 1 else self._model
+        outputs = run(input_ids=ids, **arguments)
         # most give back the cache they were given; BLT puts it into a larger one
         self._cache = _returned_cache(outputs, self._cache)
         if not self._ids and not cache_bytes(self._cache):
@@ -405,10 +417,10 @@ class PreparedForward:
 
 
 # the ways that a kind of cache asks for; the others are the model's choice
-_WAYS: Mapping[str, Callable[..., Forward]] = {"none": UncachedForward, "window": WindowForward}
+_WAYS: Mapping[str, Way] = {"none": UncachedForward, "window": WindowForward}
 
 
-def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
+def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
     """The arguments that stay the same at every step, as far as the model knows them."""
     wanted = {"use_cache": use_cache, "logits_to_keep": 1}
     accepted = forward_parameters(model)

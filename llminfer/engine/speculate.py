@@ -224,6 +224,8 @@ def make_drafting(
         raise UsageError("a draft model and speculation of the kind `draft-model` go together", hint="give both")
     if speculation is None:
         return None
+    if loaded.execution.compiled:
+        raise UsageError("a compiled step takes one token, so it does not go with speculation", hint="drop one of them")
     check_speculation(speculation, options, loaded.model.config, loaded.name)
     if draft is None:
         return Drafting(speculation=speculation, drafter=PromptLookup())

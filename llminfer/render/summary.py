@@ -39,7 +39,11 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
     if started is None or finished is None:
         return
     yield _line("model", *_model_parts(started))
+    if started.weights_bytes is not None:
+        yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held")
     before = {**startup_s, "tokenize": started.tokenize_s}
+    if started.compile_s is not None:
+        before["compile"] = started.compile_s
     yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
     yield from _speed_lines(trace, len(started.prompt_ids) - started.reused_tokens)
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))

@@ -33,6 +33,7 @@ REPEATING = ["a", "b", "c", "d"] * 6
         (*LOOKUP, "--num-samples", "2"),
         (*LOOKUP, "--prompts", "no-such-file"),
         (*LOOKUP, "--kv-window", "64"),
+        (*LOOKUP, "--compile"),
         ("--draft", "./no-such-draft", "--kv-window", "64"),
         ("--draft", "./no-such-draft", "--num-samples", "2"),
     ],

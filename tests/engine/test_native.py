@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llminfer.engine.forward import make_forward
+from llminfer.engine.growing_cache import GrowingCache
 from llminfer.engine.native import build, decoder, packed
 from llminfer.engine.native.decoder import FAMILIES, why_not_native
 from llminfer.engine.native.forward import NativeForward
 from llminfer.engine.native.library import FORMATS, Library, library
-from llminfer.engine.native.packed import PackedEmbedding, pack, pack_model
+from llminfer.engine.native.packed import NATIVE_KERNELS, NativeLinear, pack
+from llminfer.engine.packing import pack_model
+from llminfer.engine.weights import LazyWeight
 from llminfer.errors import LlminferError, UsageError
 from tests.tiny_models import tiny_config, tiny_ids, tiny_model
 
@@ -49,7 +52,7 @@ def test_a_packed_layer_is_a_product_with_what_it_holds(
     assert (held - weight).abs().max() <= 2 * _ROUNDING[kind] * largest
     x = torch.randn(tokens, columns)
     expected = x.double() @ held.double().T + (offsets.double() if offsets is not None else 0.0)
-    assert torch.allclose(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(layer(x).double(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
@@ -57,7 +60,7 @@ def test_a_packed_layer_is_a_product_with_what_it_holds(
 def test_few_and_many_vectors_take_different_roads_to_the_same_product(kind: str, tokens: int) -> None:
     layer = pack(random_weight(49, 1100), None, kind)
     x = torch.randn(tokens, 1100)
-    assert torch.allclose(layer(x).double(), x.double() @ layer.dequantized().double().T, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(layer(x).double(), x.double() @ layer.dequantized().double().T, rtol=1e-4, atol=1e-3)
 
 
 def test_blocks_of_gguf_files_keep_their_values() -> None:
@@ -98,13 +101,17 @@ def packed_pair(model_type: str, kind: str, **overrides: Any) -> tuple[Any, Any]
     """A tiny model with packed weights, and one of transformers with the very values that are held."""
     model = tiny_model(tiny_config(model_type, **overrides), torch.float32)
     reference = copy.deepcopy(model)
-    pack_model(model, kind)
+    pack_model(model, kind, NATIVE_KERNELS)
     held = dict(model.named_modules())
     with torch.no_grad():
         for name, layer in reference.named_modules():
             if type(layer) is torch.nn.Linear:
                 layer.weight.copy_(held[name].dequantized())
     return model, reference
+
+
+def native_forward(model: Any) -> NativeForward:
+    return NativeForward(model, decoder=decoder.Decoder(model), cache=GrowingCache(model.config))
 
 
 # tokens fed by each call: a prompt through either road, then one by one and several at once
@@ -119,7 +126,7 @@ def test_logits_are_those_of_transformers(model_type: str, kind: str) -> None:
     ids = tiny_ids(model.config, 1, 64)[0].tolist()
     with torch.inference_mode():
         for calls in _CALLS:
-            ours, theirs, fed = NativeForward(model), make_forward(reference), 0
+            ours, theirs, fed = native_forward(model), make_forward(reference), 0
             for count in calls:
                 logits, expected = ours(ids[fed : fed + count]), theirs(ids[fed : fed + count])
                 fed += count
@@ -131,7 +138,7 @@ def test_attention_logits_are_capped() -> None:
     model, reference = packed_pair("gemma2", "float32", attn_logit_softcapping=0.5, final_logit_softcapping=0.7)
     ids = tiny_ids(model.config, 1, 12)[0].tolist()
     with torch.inference_mode():
-        logits, expected = NativeForward(model)(ids), make_forward(reference)(ids)
+        logits, expected = native_forward(model)(ids), make_forward(reference)(ids)
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -151,7 +158,7 @@ def test_variants_within_a_family(model_type: str, overrides: dict[str, Any]) ->
     model, reference = packed_pair(model_type, "float32", **overrides)
     ids = tiny_ids(model.config, 1, 40)[0].tolist()
     with torch.inference_mode():
-        ours, theirs = NativeForward(model), make_forward(reference)
+        ours, theirs = native_forward(model), make_forward(reference)
         for start, end in itertools.pairwise((0, 5, 6, 22, 40)):
             logits, expected = ours(ids[start:end]), theirs(ids[start:end])
             assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -161,7 +168,7 @@ def test_several_last_logits_are_those_of_single_steps() -> None:
     model, _ = packed_pair("qwen3", "int8")
     ids = tiny_ids(model.config, 1, 20)[0].tolist()
     with torch.inference_mode():
-        ours = NativeForward(model)
+        ours = native_forward(model)
         ours(ids[:10])
         several = ours.last(ids[10:15], 4)
         assert ours.crop(10)
@@ -191,7 +198,7 @@ def test_any_number_of_threads_gives_the_same_logits(count: int, threads: Any) -
     ids = tiny_ids(model.config, 1, 30)[0].tolist()
     threads(count)
     with torch.inference_mode():
-        ours, theirs = NativeForward(model), make_forward(reference)
+        ours, theirs = native_forward(model), make_forward(reference)
         for start, end in itertools.pairwise((0, 3, 4, 5, 20, 30)):
             logits, expected = ours(ids[start:end]), theirs(ids[start:end])
             assert (logits - expected).abs().max() < 2e-4 * expected.abs().max()
@@ -215,14 +222,15 @@ def test_without_vector_instructions_the_products_are_the_same(monkeypatch: pyte
     model, reference = packed_pair("gemma3_text", "int4")
     ids = tiny_ids(model.config, 1, 20)[0].tolist()
     with torch.inference_mode():
-        logits, wanted = NativeForward(model)(ids[:9]), make_forward(reference)(ids[:9])
+        logits, wanted = native_forward(model)(ids[:9]), make_forward(reference)(ids[:9])
     assert (logits - wanted).abs().max() < 2e-4 * wanted.abs().max()
 
 
 def test_a_tied_head_is_held_once() -> None:
     model = tiny_model(tiny_config("llama", tie_word_embeddings=True), torch.float32)
-    pack_model(model, "int4")
-    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    pack_model(model, "int4", NATIVE_KERNELS)
+    assert isinstance(model.get_input_embeddings().__dict__["weight"], LazyWeight)
+    assert isinstance(model.get_output_embeddings(), NativeLinear)
     assert model.get_output_embeddings().format == "int8"
     assert not any(parameter.dim() == 2 for parameter in model.parameters())
 

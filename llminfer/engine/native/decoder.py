@@ -24,7 +24,8 @@ from llminfer.engine.native.library import (
     library,
     pointer,
 )
-from llminfer.engine.native.packed import GROUP_ROWS, NativeLinear, PackedEmbedding
+from llminfer.engine.native.packed import GROUP_ROWS, NativeLinear
+from llminfer.engine.weights import LazyWeight
 
 _PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _FOUR_NORMS = (
@@ -195,7 +196,7 @@ class Decoder:
             activation=ACTIVATIONS[_ACTIVATION_NAMES[_activation_name(config)]],
             norms_whole_projection=config.model_type in ("olmo2", "olmo3"),
         )
-        self._embed(body.embed_tokens)
+        self._embed(body.embed_tokens, model.lm_head)
         self._handle = library().decoder(ctypes.byref(self._model))
         self.most_tokens = int(library().most_tokens())
         self._places: list[tuple[Any, Any]] = [(None, None)] * len(self._layers)
@@ -260,9 +261,10 @@ class Decoder:
         self._kept.append(values.contiguous())
         return pointer(self._kept[-1])
 
-    def _embed(self, embedding: Any) -> None:
-        if isinstance(embedding, PackedEmbedding):
-            self._model.embedding_rows = ctypes.pointer(embedding.head.record)
+    def _embed(self, embedding: Any, head: NativeLinear) -> None:
+        if isinstance(embedding.__dict__.get("weight"), LazyWeight):
+            # a tied embedding, whose rows are the output layer's
+            self._model.embedding_rows = ctypes.pointer(head.record)
             return
         table = embedding.weight.detach().float().contiguous()
         self._kept.append(table)

@@ -1,18 +1,17 @@
-"""Linear layers and embeddings whose weights the native engine has packed."""
+"""Linear layers whose weights the native engine has packed, and rows of them for embeddings."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from llminfer.engine.native.library import FORMATS, MatrixRecord, library, pointer
-from llminfer.engine.weights import PackedLinear
+from llminfer.engine.weights import Kernels, PackedLinear
 
 GROUP_ROWS = 8  # rows are packed in groups of so many
-_HEAD_FORMATS = {"int4": "int8"}
 
 
 class NativeLinear(PackedLinear):
@@ -79,27 +78,6 @@ class NativeLinear(PackedLinear):
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
 
-class PackedEmbedding(nn.Module):
-    """An embedding that looks its rows up in the weights of a packed output layer, so that they are held once."""
-
-    def __init__(self, head: NativeLinear, *, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        # not a submodule: the weights belong to the head
-        self._head = (head,)
-        self.embed_scale, self.dtype = scale, dtype
-        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
-
-    @property
-    def head(self) -> NativeLinear:
-        """The layer that holds the weights."""
-        return self._head[0]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """The rows of the ids, shape [*ids.shape, columns]."""
-        rows = self.head.embedded(ids)
-        return (rows if self.embed_scale == 1.0 else rows * self.embed_scale).to(self.dtype)
-
-
 def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
     """Pack the weights of a linear layer.
 
@@ -115,6 +93,10 @@ def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
     return layer
 
 
+def _pack_as(kind: str, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return pack(weight, bias, kind)
+
+
 def _empty(kind: str, rows: int, columns: int) -> Tensor:
     """Room for packed weights, zeros, on huge pages where the system gives them."""
     size_bytes = library().packed_bytes(FORMATS[kind], rows, columns)
@@ -123,19 +105,9 @@ def _empty(kind: str, rows: int, columns: int) -> Tensor:
     return packed.zero_()
 
 
-def pack_model(model: Any, kind: str) -> None:
-    """Pack every linear layer of a causal language model; an output layer tied to the embedding is held once.
-
-    With int4 the output layer has int8 weights: it is where 4 bits cost most, and where files with 4-bit
-    weights have more themselves.
-    """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
-                own_kind = _HEAD_FORMATS.get(kind, kind) if layer is head else kind
-                setattr(parent, name, pack(layer.weight, layer.bias, own_kind))
-    if tied:
-        scale = float(getattr(embedding, "embed_scale", 1.0))
-        model.set_input_embeddings(PackedEmbedding(model.get_output_embeddings(), scale=scale))
+# With int4 the output layer has int8 weights: it is where 4 bits cost most, and where files with 4-bit weights
+# have more themselves.
+NATIVE_KERNELS = Kernels(
+    make={kind: partial(_pack_as, kind) for kind in FORMATS},
+    head_formats={"int4": "int8"},
+)
