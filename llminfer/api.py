@@ -12,7 +12,13 @@ from llminfer.kv.families import read_model
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 from llminfer.kv.sources import find_source
-from llminfer.params import CacheOptions, Execution, SamplingParams, StopCriteria
+from llminfer.params import (
+    CacheOptions,
+    Execution,
+    SamplingParams,
+    StopCriteria,
+    make_speculation,
+)
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -82,6 +88,9 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     cache: str | CacheOptions | None = None,
+    speculate: str | None = None,
+    draft: LoadedModel | None = None,
+    draft_tokens: int | None = None,
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
@@ -95,16 +104,29 @@ def generate(
         raw: leave the chat template out.
         cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more;
             when not given, static for a compiled model, growing for the native engine, dynamic for others.
+        speculate: `prompt-lookup` drafts what followed the same ids before; the tokens stay the same.
+        draft: a smaller model with the same vocabulary, from `load`, that drafts.
+        draft_tokens: ids to draft for a forward at most.
 
     Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context.
+        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
+            draft model with another vocabulary.
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
     """
     from llminfer.engine.run import generate as generate_events
 
     return generate_events(
-        model, prompt, sampling=sampling, bad_words=bad_words, stop=stop, system=system, raw=raw, cache=cache
+        model,
+        prompt,
+        sampling=sampling,
+        bad_words=bad_words,
+        stop=stop,
+        system=system,
+        raw=raw,
+        cache=cache,
+        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+        draft=draft,
     )
 
 

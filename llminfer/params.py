@@ -17,6 +17,10 @@ KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
 WEIGHTS = ("float32", "float16", "int8", "int4")
 ENGINES = ("transformers", "native")
+LOOKUPS = ("prompt-lookup",)
+SPECULATIONS = (*LOOKUPS, "draft-model")
+DEFAULT_DRAFT_TOKENS = 15  # with the newest one 16, which the native step takes at once
+MAX_DRAFT_TOKENS = 64
 SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
@@ -254,6 +258,50 @@ class Execution:
                 f"--compile and --cache {options.kind}: these do not go together",
                 hint="drop --cache: a compiled run keeps a static one",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Where drafts come from, which one forward of the model then checks.
+
+    Attributes:
+        kind: `prompt-lookup` copies what followed the same ids earlier in prompt or output, `draft-model`
+            asks a smaller model with the same vocabulary.
+        draft_tokens: ids to draft for a forward at most; fewer where they are not likely enough.
+
+    Raises:
+        UsageError: for an unknown kind.
+        InvalidParams: for a number out of its range.
+    """
+
+    kind: str = "prompt-lookup"
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPECULATIONS:
+            raise UsageError(f"--speculate {self.kind}: unknown", hint=f"one of {', '.join(SPECULATIONS)}")
+        check_range("--draft-tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+
+
+def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int | None) -> Speculation | None:
+    """What the options of a run ask for, None for no speculation; `drafts` when a draft model is given.
+
+    Raises:
+        UsageError: for an unknown kind, or options that do not go together.
+        InvalidParams: for a number of tokens out of its range.
+    """
+    if speculate is not None and drafts:
+        raise UsageError("--speculate and --draft: these do not go together", hint="drop one of them")
+    if speculate is not None and speculate not in LOOKUPS:
+        raise UsageError(
+            f"--speculate {speculate}: unknown", hint=f"one of {', '.join(LOOKUPS)}; --draft MODEL for a model"
+        )
+    kind = "draft-model" if drafts else speculate
+    if kind is None:
+        if draft_tokens is not None:
+            raise UsageError("--draft-tokens is for speculation", hint="add --speculate prompt-lookup or --draft MODEL")
+        return None
+    return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
 
 
 def _check_writable(file: Path) -> None:

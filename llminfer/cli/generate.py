@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.loading import ModelChoice, check_choice, load_model, status
+from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft, status
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
 from llminfer.cli.stream import interrupts, stream, text_of, write_text
 from llminfer.errors import InvalidParams, LlminferError, UsageError
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, Execution, StopCriteria, check_range
+from llminfer.params import (
+    DEFAULT_KV_BITS,
+    MAX_BIAS,
+    CacheOptions,
+    Execution,
+    Speculation,
+    StopCriteria,
+    check_range,
+    make_speculation,
+)
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -103,6 +112,9 @@ def generate(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
+    speculate: options.Speculate = None,
+    draft: options.Draft = None,
+    draft_tokens: options.DraftTokens = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -184,8 +196,11 @@ def generate(
             request,
             caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
             choice=replace(request.choice, execution=execution),
+            speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+            draft=draft,
         )
         _check_caching(request)
+        _check_speculation(request)
         biases = parse_logit_bias(logit_bias or [])
         request = replace(
             request,
@@ -232,6 +247,8 @@ class _Request:
     many: ManyPrompts
     caching: CacheOptions = field(default_factory=CacheOptions)
     stop: StopCriteria = field(default_factory=StopCriteria)
+    speculation: Speculation | None = None
+    draft: str | None = None
     text: str = ""
 
 
@@ -294,6 +311,22 @@ def _check_caching(request: _Request) -> None:
             raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
 
 
+def _check_speculation(request: _Request) -> None:
+    """Drafts are for a single run, on a cache that can be cut back."""
+    if request.speculation is None:
+        return
+    flag = "--draft" if request.draft is not None else f"--speculate {request.speculation.kind}"
+    others = {
+        "--prompts": request.many.file is not None,
+        "--num-samples": request.num_samples > 1,
+        "--cache quantized": request.caching.kind == "quantized",
+        "--kv-window": request.caching.window is not None,
+        "--compile": request.choice.execution.compiled,
+    }
+    for other in (name for name, given in others.items() if given):
+        raise UsageError(f"{flag} and {other}: these do not go together", hint="drop one of them")
+
+
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt's text. Standard input is read only for `-`, or when it is no terminal and nothing else is given.
 
@@ -339,7 +372,7 @@ def _encodable(text: str) -> bool:
 
 def _run(request: _Request, *, debug: bool) -> int:
     startup_s: dict[str, float] = {}
-    loaded = load_model(request.choice, startup_s, cache=request.caching)
+    loaded, draft = _load(request, startup_s)
     if request.num_samples > 1:
         return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
@@ -355,6 +388,8 @@ def _run(request: _Request, *, debug: bool) -> int:
             system=request.system,
             raw=request.raw,
             cache=request.caching,
+            speculation=request.speculation,
+            draft=draft,
         )
     if request.output.echo:
         write_text(request.text)
@@ -364,6 +399,15 @@ def _run(request: _Request, *, debug: bool) -> int:
     if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
+
+
+def _load(request: _Request, startup_s: dict[str, float]) -> tuple[LoadedModel, LoadedModel | None]:
+    """The model, and the one that drafts for it where one does."""
+    if request.draft is not None and request.speculation is not None:
+        return load_with_draft(
+            request.choice, request.draft, startup_s, cache=request.caching, speculation=request.speculation
+        )
+    return load_model(request.choice, startup_s, cache=request.caching, speculation=request.speculation), None
 
 
 def _id_line(event: Step | Finished) -> str:
@@ -449,7 +493,8 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         from llminfer.render.summary import summary
 
         console = make_console(sys.stderr)
-        for line in step_table(trace.steps) if output.steps else ():
+        drafts = trace.started is not None and trace.started.speculation is not None
+        for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
             console.print(line)
         for text in summary(trace, startup_s) if output.talks else ():
             console.print(text)

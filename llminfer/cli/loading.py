@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llminfer.errors import UsageError
-from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution
+from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution, Speculation
 
 if TYPE_CHECKING:
+    from llminfer.engine.checkpoint import Checkpoint
     from llminfer.engine.load import LoadedModel
 
 
@@ -55,35 +56,76 @@ def check_known(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
 
 
-def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: CacheOptions | None = None) -> LoadedModel:
+def load_model(
+    choice: ModelChoice,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions | None = None,
+    speculation: Speculation | None = None,
+) -> LoadedModel:
     """Find the model, convert it when it is a GGUF file, and load it; note how long each took.
 
-    A model that cannot have the `cache` is refused before its weights are read.
+    A model that cannot have the `cache`, or not with `speculation`, is refused before its weights are read.
     """
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+        return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation)
+
+
+def load_with_draft(
+    choice: ModelChoice,
+    draft_model: str,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions,
+    speculation: Speculation,
+) -> tuple[LoadedModel, LoadedModel]:
+    """The model, and the smaller one that drafts for it, which is loaded first: its vocabulary has to be the same."""
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+    small = replace(choice, model=draft_model, revision=None, tokenizer=None, execution=Execution())
+    draft = load_model(small, startup_s, speculation=speculation)
+    return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
+
+
+def _inspect(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Checkpoint]:
     choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
     from llminfer.engine.checkpoint import inspect_checkpoint
 
-    with quick_start():
-        name, folder = _find_folder(choice, startup_s)
-        checkpoint = inspect_checkpoint(
-            folder,
-            tokenizer=choice.tokenizer,
-            allow_pickle=choice.allow_pickle,
-            trust_remote_code=choice.trust_remote_code,
-        )
-        with status(f"loading {name}", choice.talks):
-            with timed("import", startup_s):
-                from llminfer.engine.load import load
-            with timed("load", startup_s):
-                return load(
-                    checkpoint,
-                    name=name,
-                    device=choice.device,
-                    dtype=choice.dtype,
-                    trust_remote_code=choice.trust_remote_code,
-                    cache=cache or CacheOptions(),
-                    execution=choice.execution,
-                )
+    name, folder = _find_folder(choice, startup_s)
+    return name, inspect_checkpoint(
+        folder,
+        tokenizer=choice.tokenizer,
+        allow_pickle=choice.allow_pickle,
+        trust_remote_code=choice.trust_remote_code,
+    )
+
+
+def _load(
+    choice: ModelChoice,
+    name: str,
+    checkpoint: Checkpoint,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions | None,
+    speculation: Speculation | None,
+    draft: LoadedModel | None = None,
+) -> LoadedModel:
+    with status(f"loading {name}", choice.talks):
+        with timed("import", startup_s):
+            from llminfer.engine.load import load
+        with timed("load", startup_s):
+            return load(
+                checkpoint,
+                name=name,
+                device=choice.device,
+                dtype=choice.dtype,
+                trust_remote_code=choice.trust_remote_code,
+                cache=cache or CacheOptions(),
+                execution=choice.execution,
+                speculation=speculation,
+                draft=draft,
+            )
 
 
 def _find_folder(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Path]:

@@ -63,6 +63,17 @@ Engine = Annotated[
     str,
     typer.Option("--engine", metavar="ENGINE", help="transformers, or native: our compiled step, for common families."),
 ]
+Speculate = Annotated[
+    str | None,
+    typer.Option("--speculate", metavar="KIND", help="prompt-lookup: draft what followed the same tokens before."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="MODEL", help="A smaller model of the same vocabulary drafts; the text stays."),
+]
+DraftTokens = Annotated[
+    int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 15 if unset.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
     str | None,

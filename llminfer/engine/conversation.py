@@ -21,10 +21,11 @@ from llminfer.engine.forward import Forward, make_forward
 from llminfer.engine.load import LoadedModel, way_for
 from llminfer.engine.prompt import Prompt, encode_messages
 from llminfer.engine.run import effective_sampling, run_prompt
+from llminfer.engine.speculate import Drafting, make_drafting
 from llminfer.engine.transcript import Message
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
-from llminfer.params import CacheOptions, StopCriteria
+from llminfer.params import CacheOptions, Speculation, StopCriteria
 
 
 class Conversation:
@@ -35,9 +36,12 @@ class Conversation:
         stop: when an answer ends.
         cache: `dynamic` or `growing`, or `none` to recompute everything; as suits the model when not given.
         messages: what was said before.
+        speculation: draft several tokens and check them in one forward; the answers stay the same.
+        draft: the model that drafts, for speculation of that kind.
 
     Raises:
-        UsageError: for a model without a chat template.
+        UsageError: for a model without a chat template, or a draft model with another vocabulary.
+        UnsupportedArchitecture: for a model that cannot speculate.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Conversation:
         stop: StopCriteria | None = None,
         cache: str | None = None,
         messages: Sequence[Message] = (),
+        speculation: Speculation | None = None,
+        draft: LoadedModel | None = None,
     ) -> None:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
@@ -55,6 +61,8 @@ class Conversation:
                 hint='try: llminfer generate --raw "Once upon a time"',
             )
         self._loaded, self._cache = loaded, cache or loaded.execution.default_cache
+        self._speculation, self._draft = speculation, draft
+        self._drafting()
         self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
         self._forward: _PacedForward | None = None
         self._way: Continuation | None = Continuation.NEVER if self._cache == "none" else None
@@ -102,8 +110,13 @@ class Conversation:
             tokenize_s=tokenize_s,
             forward=forward,
             reused=reused,
+            drafting=self._drafting(),
         )
         return self._record(asked, events)
+
+    def _drafting(self) -> Drafting | None:
+        """What drafts for one answer: it follows one sequence, and what was said before may be written anew."""
+        return make_drafting(self._speculation, self._loaded, self._draft, CacheOptions(kind=self._cache))
 
     def _encode(self, messages: Sequence[Message]) -> Prompt:
         return encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
@@ -178,6 +191,9 @@ class _PacedForward:
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
         return feed(self._forward, new_ids, way)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        return self._forward.last(new_ids, count)
 
     @property
     def ids(self) -> Sequence[int]:

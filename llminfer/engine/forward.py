@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from llminfer.engine.abilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
-from llminfer.engine.cache import cache_bytes, crop_cache, forget_states, module_states, stateful_modules
+from llminfer.engine.cache import (
+    cache_bytes,
+    crop_cache,
+    forget_states,
+    keeps_past,
+    module_states,
+    stateful_modules,
+)
 from llminfer.engine.cache_kinds import make_cache
 from llminfer.engine.grouped_attention import grouped_attention
 from llminfer.engine.window_cache import window_mask
@@ -46,6 +53,10 @@ class Forward(Protocol):
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         """Logits after the newest id, shape [1, vocabulary]."""
+        ...
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        """Logits after each of the newest `count` ids, shape [count, vocabulary]; `new_ids` are so many at least."""
         ...
 
     @property
@@ -177,6 +188,12 @@ class PieceForward:
             raise ValueError("nothing to feed")
         return logits
 
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._attention():
+            return self._forward.last(new_ids[-count:], count)
+
     @property
     def ids(self) -> Sequence[int]:
         return self._forward.ids
@@ -212,11 +229,14 @@ class UncachedForward:
         self._accepts_positions = "position_ids" in forward_parameters(model)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         ids = _tensor([*self.ids, *new_ids], self._model.device)
-        arguments = dict(self._keyword_arguments)
+        arguments = _keeping(count, self._keyword_arguments)
         if self._accepts_positions:
             arguments["position_ids"] = _positions(ids, 0)
-        logits = _last_logits(self._model(input_ids=ids, **arguments))
+        logits = _last_logits(self._model(input_ids=ids, **arguments), count)
         self.ids.extend(new_ids)
         return logits
 
@@ -257,10 +277,13 @@ class PlainForward:
             forget_states(self._stateful)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         ids = _tensor(new_ids, self._device)
-        arguments = {**self._keyword_arguments, "cache": self._cache, **self._arguments(ids)}
+        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         self._torn = True
         run = self._step if self._ids and len(new_ids) == 1 else self._model
         outputs = run(input_ids=ids, **arguments)
@@ -269,10 +292,10 @@ class PlainForward:
         if not self._ids and not cache_bytes(self._cache):
             # the model took the cache and put nothing in: the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         self._torn = False
         self._ids.extend(new_ids)
-        return _last_logits(outputs)
+        return _last_logits(outputs, count)
 
     def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
         return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
@@ -284,7 +307,7 @@ class PlainForward:
     def crop(self, tokens: int) -> bool:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn:
+        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
             if self._stateful or not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
@@ -334,8 +357,11 @@ class PreparedForward:
         self._uncached: UncachedForward | None = None
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         first = not self._ids
         ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
@@ -346,20 +372,20 @@ class PreparedForward:
             ids,
             next_sequence_length=None if first else len(new_ids),
             is_first_iteration=first or len(new_ids) > 1,
-            **self._kwargs,
+            **_keeping(count, self._kwargs),
         )
         self._torn = True
         outputs = self._model(**inputs, return_dict=True)
         self._cache = _returned_cache(outputs, self._cache)
         if first and (self._cache is None or not cache_bytes(self._cache)):
             self._uncached = UncachedForward(self._model)
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
         self._torn = False
         self._ids.extend(new_ids)
-        return _last_logits(outputs)
+        return _last_logits(outputs, count)
 
     def _extended(self, new_ids: Sequence[int]) -> Tensor:
         """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
@@ -386,7 +412,7 @@ class PreparedForward:
     def crop(self, tokens: int) -> bool:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn:
+        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
             if not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
@@ -427,8 +453,13 @@ def _positions(ids: Tensor, start: int) -> Tensor:
     return torch.arange(start, start + ids.shape[-1], device=ids.device).unsqueeze(0)
 
 
-def _last_logits(outputs: Any) -> Tensor:
-    logits: Tensor = outputs.logits[:, -1]
+def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that ask for the logits of so many last positions, where the model can leave out the others."""
+    return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
+
+
+def _last_logits(outputs: Any, count: int) -> Tensor:
+    logits: Tensor = outputs.logits[0, -count:]
     return logits
 
 

@@ -24,11 +24,12 @@ from llminfer.engine.execution import check_execution, load_dtype, prepare_execu
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.engine.forward import Way
 from llminfer.engine.packing import held_bytes
+from llminfer.engine.speculate import check_speculation, check_vocabularies
 from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
-from llminfer.params import CacheOptions, Execution
+from llminfer.params import CacheOptions, Execution, Speculation
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -77,6 +78,8 @@ def load(
     trust_remote_code: bool = False,
     cache: CacheOptions | None = None,
     execution: Execution | None = None,
+    speculation: Speculation | None = None,
+    draft: LoadedModel | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; nothing is fetched, asked or unpickled on the way.
 
@@ -88,8 +91,11 @@ def load(
         trust_remote_code: run Python code from the checkpoint's folder.
         cache: the cache that will be asked for, so that a model that cannot have it is not loaded.
         execution: what carries out the arithmetic; the model's own forward and weights when not given.
+        speculation: what will be asked for, so that a model that cannot do it is not loaded.
+        draft: the model that will draft, so that one with another vocabulary is refused in time.
 
     Raises:
+        UsageError: for a draft model with another vocabulary.
         InvalidParams: for a device or dtype that is none, or that do not go together.
         ModelNotAvailable: when weights or tokenizer do not load.
         UnsupportedArchitecture: for a model that does not continue text by itself.
@@ -109,8 +115,13 @@ def load(
     check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
     if cache is not None:
         check_cache(cache, config, name or checkpoint.folder.name)
+    if speculation is not None:
+        check_speculation(speculation, cache or CacheOptions(), config, name or checkpoint.folder.name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
+    if draft is not None:
+        source = name or checkpoint.folder.name
+        check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=source)
     with _loading("weights", checkpoint.folder):
         read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
         model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)

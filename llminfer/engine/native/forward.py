@@ -20,13 +20,10 @@ class NativeForward(PlainForward):
         super().__init__(model, cache=cache, cached_ids=cached_ids)
         self._decoder = decoder
 
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        if len(new_ids) > self._decoder.most_tokens:
-            return super().__call__(new_ids)
-        return self.last(new_ids, 1)
-
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        """Logits after the last `count` of a few new ids, shape [count, vocabulary]."""
+        """Logits after the last `count` new ids, shape [count, vocabulary]: natively where those are few."""
+        if len(new_ids) > self._decoder.most_tokens:
+            return super().last(new_ids, count)
         self._torn = True
         logits = self._decoder.step(new_ids, self._cache, len(self._ids), count)
         self._torn = False
