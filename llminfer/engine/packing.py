@@ -23,6 +23,8 @@ from llminfer.engine.weights import BACKENDS, INT4_GROUP, LazyWeight, PackedLine
 
 _LINEAR = (nn.Linear, Conv1D)
 _WATCHED = (*_LINEAR, nn.Embedding)
+# the output layer is where 4 bits cost most, and files with 4-bit weights have more there themselves
+_HEAD_FORMATS = {"int4": "int8"}
 # those whose padding and scales cost more than they save in small layers
 _SMALL_FORMATS = frozenset({"int8", "int4"})
 _TRIAL_IDS = (5, 6, 7)
@@ -58,7 +60,7 @@ class Packing:
 def pack_model(model: Any, weights_format: str) -> Packing:
     """Swap a model's linear layers for packed ones, in place; the weights that they had are freed one by one."""
     before_bytes, owners, places = held_bytes(model), _owners(model), _places(model)
-    left = _left_alone(model, weights_format, owners)
+    left, head = _left_alone(model, weights_format, owners), model.get_output_embeddings()
     layers = packed_bytes = copied_bytes = 0
     for name in _linear_names(model):
         linear = model.get_submodule(name)
@@ -66,7 +68,8 @@ def pack_model(model: Any, weights_format: str) -> Packing:
             continue
         sharing = owners[id(linear.weight)]
         embeddings = [owner for owner in sharing if isinstance(owner, nn.Embedding)]
-        packed = _pack(linear, weights_format, tied=bool(embeddings))
+        own_format = _HEAD_FORMATS.get(weights_format, weights_format) if linear is head else weights_format
+        packed = _pack(linear, own_format, tied=bool(embeddings))
         # several layers of one weight and bias become one
         same = [owner for owner in sharing if type(owner) in _LINEAR and owner.bias is linear.bias]
         for owner in same:
@@ -76,6 +79,7 @@ def pack_model(model: Any, weights_format: str) -> Packing:
         for embedding in embeddings:
             copied_bytes += _share(embedding, packed)
         sharing.clear()  # which lets go of what was replaced
+        head = None if linear is head else head
     after_bytes = held_bytes(model)
     kept_bytes = after_bytes - packed_bytes
     return Packing(
