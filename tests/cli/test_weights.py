@@ -60,12 +60,14 @@ def test_an_unknown_format_names_the_known(run_cli: Cli) -> None:
     assert "float32, float16, int8, int4" in err
 
 
-def test_a_quantized_checkpoint_is_refused_before_its_weights_load(run_cli: Cli, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_refused_before_its_weights_load(
+    run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr("llminfer.engine.load._load_weights", lambda *_: pytest.fail("the weights were read"))
     code, _, err = run_cli("generate", "x", "-m", folder, "--weights", "int4", *RUN)
     assert code == 4
     assert "quantized already" in err
