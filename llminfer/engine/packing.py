@@ -78,6 +78,7 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
         for embedding in embeddings:
             copied_bytes += _share(embedding, packed)
         sharing.clear()  # which lets go of what was replaced
+        head = None if linear is head else head
     after_bytes = held_bytes(model)
     kept_bytes = after_bytes - packed_bytes
     return Packing(

@@ -397,8 +397,12 @@ class Kernels:
     least_size: int = 1
 
 
+# the output layer is where 4 bits cost most, and where files with 4-bit weights have more themselves
+HEAD_FORMATS: Mapping[str, str] = {"int4": "int8"}
+
 TORCH_KERNELS = Kernels(
     make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
     make_tied={"float32": TiedFloat32Linear},
+    head_formats=HEAD_FORMATS,
     least_size=INT4_GROUP,
 )
