@@ -17,7 +17,7 @@ from llminfer.cli.options import check_flags
 from llminfer.cli.stream import stream, text_of, write_text
 from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
-from llminfer.params import Execution, StopCriteria
+from llminfer.params import CacheOptions, Execution, StopCriteria
 
 if TYPE_CHECKING:
     from llminfer.engine.conversation import Conversation
@@ -102,7 +102,7 @@ def _start(
 ) -> _Session:
     """Load the model and say what it is."""
     startup_s: dict[str, float] = {}
-    loaded = load_model(choice, startup_s)
+    loaded = load_model(choice, startup_s, cache=CacheOptions(kind=cache))
     from llminfer.engine.conversation import Conversation
 
     conversation = Conversation(loaded, sampling=flags, stop=stop, cache=cache, messages=begin)

@@ -31,6 +31,7 @@ from llminfer.events import Step
 from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.runtimes.llminfer import OWN_CACHES
 from llminfer.params import CacheOptions, SamplingParams
 from tests.parity import (
     CANNOT_RUN,
@@ -374,10 +375,6 @@ def growing_types() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(CANNOT_RUN) - set(OWN_CACHES))
 
 
-# they make a cache of their own, whatever they are asked for
-OWN_CACHES = ("blt", "minimax", "reformer", "rwkv", "xlnet", "xlstm")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", growing_types())
@@ -431,7 +428,9 @@ def check_batched_bytes(model_type: str, kv: ModelKV) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", OWN_CACHES)
+@pytest.mark.parametrize("model_type", sorted(OWN_CACHES))
 def test_a_model_with_a_cache_of_its_own_is_refused(model_type: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match="own"):
         check_cache(CacheOptions(kind="growing"), tiny_config(model_type), "tiny")
+    with pytest.raises(UnsupportedArchitecture, match="own"):
+        footprint(read_model(tiny_config(model_type).to_dict(), source="tiny"), tokens=1, runtime="llminfer")
