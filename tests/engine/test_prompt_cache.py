@@ -70,7 +70,7 @@ def succeeded(finished: Finished) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"kind": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, {"kind": "growing"}, {"kind": "static"}], ids=["dynamic", "growing", "static"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_longer_prompt_feeds_its_new_ids_alone(
     loaded: Any, tmp_path: Path, model_type: str, options: dict[str, str]
@@ -116,7 +116,11 @@ class Fixed:
         return getattr(self._tokenizer, name)
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "static"}, {"window": 128}], ids=["dynamic", "static", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "growing"}, {"kind": "static"}, {"window": 128}],
+    ids=["dynamic", "growing", "static", "window"],
+)
 @pytest.mark.parametrize("other", ["A prompt that is longer", "A prompt", "B", LONG + " More.", LONG])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_the_longest_common_prefix_is_reused(
