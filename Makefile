@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # two workers, each with whole files: tests of one file share the models they load
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test lint sweep clean
+.PHONY: demo test lint sweep bench-peers clean
 
 demo: $(VENV)/.model
 	$(BIN)/llminfer generate "Why is the sky blue? Answer in two sentences." --steps
@@ -22,6 +22,15 @@ lint: $(VENV)/.test
 # The full sweeps: every architecture, the long prompts, the slow references.
 sweep: $(VENV)/.test
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+# The other programs of benchmarks/decode.py, in an environment of their own. llama.cpp is compiled here, for
+# this processor, which takes a compiler and some minutes. What does not install is named and left out.
+bench-peers:
+	$(PYTHON) -m venv .venv-peers
+	@grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
+		CMAKE_ARGS="-DGGML_NATIVE=ON" .venv-peers/bin/pip --disable-pip-version-check install --quiet \
+			--constraint constraints.txt "$$peer" || echo "left out: $$peer"; \
+	done
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llminfer needs Python 3.11 or newer: make PYTHON=...")'
@@ -42,4 +51,4 @@ $(VENV)/.test: $(VENV)/.model
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -12,7 +12,13 @@ from llminfer.kv.families import read_model
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 from llminfer.kv.sources import find_source
-from llminfer.params import CacheOptions, Execution, SamplingParams, StopCriteria
+from llminfer.params import (
+    CacheOptions,
+    Execution,
+    SamplingParams,
+    StopCriteria,
+    make_speculation,
+)
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -46,7 +52,7 @@ def load(
         trust_remote_code: run Python code that the model's repository brings.
         weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
         engine: `transformers`, or `native` for our compiled step.
-        compiled: run the forward through torch.compile.
+        compiled: run each token after the prompt through torch.compile, over a static cache.
         progress: hears of a conversion: stage, done, in all.
 
     Raises:
@@ -81,7 +87,10 @@ def generate(
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str | CacheOptions = "dynamic",
+    cache: str | CacheOptions | None = None,
+    speculate: str | None = None,
+    draft: LoadedModel | None = None,
+    draft_tokens: int | None = None,
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
@@ -93,17 +102,31 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more.
+        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more;
+            when not given, static for a compiled model, growing for the native engine, dynamic for others.
+        speculate: `prompt-lookup` drafts what followed the same ids before; the tokens stay the same.
+        draft: a smaller model with the same vocabulary, from `load`, that drafts.
+        draft_tokens: ids to draft for a forward at most.
 
     Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context.
+        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
+            draft model with another vocabulary.
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
     """
     from llminfer.engine.run import generate as generate_events
 
     return generate_events(
-        model, prompt, sampling=sampling, bad_words=bad_words, stop=stop, system=system, raw=raw, cache=cache
+        model,
+        prompt,
+        sampling=sampling,
+        bad_words=bad_words,
+        stop=stop,
+        system=system,
+        raw=raw,
+        cache=cache,
+        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+        draft=draft,
     )
 
 

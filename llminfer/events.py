@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llminfer.kv.footprint import Footprint
-from llminfer.params import SamplingParams, StopCriteria
+from llminfer.params import SamplingParams, Speculation, StopCriteria
 
 FinishReason = Literal["eos", "stop", "length", "context", "time", "interrupted", "error"]
 
@@ -20,9 +20,12 @@ FinishReason = Literal["eos", "stop", "length", "context", "time", "interrupted"
 class Started:
     """The run is about to do its first forward.
 
+    `weights` is the format that linear layers were packed in, None for those of the checkpoint, and
+    `weights_bytes` what the whole model holds.
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
+    `compile_s` went by before the run's clock started, None when nothing was to be compiled.
     """
 
     model: str
@@ -45,12 +48,21 @@ class Started:
     kv_window: int | None = None
     prefill_chunk: int | None = None
     reused_tokens: int = 0
+    speculation: Speculation | None = None
+    draft_model: str | None = None
+    weights: str | None = None
+    weights_bytes: int | None = None
+    compile_s: float | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One token.
+
+    With speculation one forward may give several: the first of them carries its `forward_s` and what
+    was drafted for it, the others have `shared_forward`. All of them are yielded once the cache is cut
+    back to what was accepted, so their `cached_tokens` and `kv_bytes` are the same.
 
     Attributes:
         index: 0 for the first generated token, whose forward is the prefill.
@@ -61,8 +73,12 @@ class Step:
         top_logprobs: the most likely ids with their log-probabilities, as many as were asked for.
         output_s: time the reader of the events spent since the event before.
         at_s: when the step was complete.
-        cached_tokens: tokens of the sequence that are in the cache: prompt + index.
+        cached_tokens: tokens of the sequence that are in the cache: prompt + index of the forward's last token.
         kv_bytes: bytes of all tensors in the cache, None without one.
+        draft_s: time that drafting took, and cutting back what was not accepted of the draft before.
+        drafted: ids that were drafted for this step's forward.
+        accepted: how many of them, from the first on, were the ids drawn.
+        shared_forward: the logits came from the forward of a step before.
     """
 
     index: int
@@ -78,6 +94,19 @@ class Step:
     cached_tokens: int
     kv_bytes: int | None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    draft_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    shared_forward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCache:
+    """What a draft model's own cache held at the end; `kv` is its prediction, None when there is none."""
+
+    cached_tokens: int
+    kv_bytes: int
+    kv: Footprint | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +124,7 @@ class Finished:
     error: Exception | None = None
     cached_tokens: int = 0
     kv: Footprint | None = None
+    draft_cache: DraftCache | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -161,6 +191,31 @@ class Trace:
             return None
         return (len(self.started.prompt_ids) - self.started.reused_tokens) / self.steps[0].forward_s
 
+    @property
+    def drafted(self) -> int:
+        """Ids drafted in all."""
+        return sum(step.drafted for step in self.steps)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted ids that were the ids drawn."""
+        return sum(step.accepted for step in self.steps)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted ÷ drafted, None when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def decode_forwards(self) -> int:
+        """Forwards after the prefill whose tokens were drawn."""
+        return sum(not step.shared_forward for step in self.steps[1:])
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """Tokens after the first ÷ forwards after the prefill; 1 without speculation."""
+        return (len(self.steps) - 1) / self.decode_forwards if self.decode_forwards else None
+
     def decode_parts_s(self) -> Mapping[str, float]:
         """Where the decode time went, from the first token to the last; the parts add up to `decode_s`."""
         steps = self.steps[1:]
@@ -170,6 +225,8 @@ class Trace:
             "text": sum(step.text_s for step in steps),
             "output": sum(step.output_s for step in steps),
         }
+        if self.started is not None and self.started.speculation is not None:
+            parts = {"draft": sum(step.draft_s for step in steps), **parts}
         return {**parts, "unaccounted": (self.decode_s or 0.0) - sum(parts.values())}
 
 

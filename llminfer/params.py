@@ -17,6 +17,10 @@ KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4
 WEIGHTS = ("float32", "float16", "int8", "int4")
 ENGINES = ("transformers", "native")
+LOOKUPS = ("prompt-lookup",)
+SPECULATIONS = (*LOOKUPS, "draft-model")
+DEFAULT_DRAFT_TOKENS = 15  # with the newest one 16, which the native step takes at once
+MAX_DRAFT_TOKENS = 64
 SINK_TOKENS = 4  # what a windowed cache keeps of the beginning, beside the newest
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]+)?")
 
@@ -199,7 +203,7 @@ class Execution:
     Attributes:
         weights: the format that linear layers hold their weights in; the checkpoint's own when not given.
         engine: `transformers` runs the model's own forward, `native` our compiled decoder step.
-        compiled: run the forward through torch.compile.
+        compiled: run each token after the prompt through torch.compile, over a static cache.
 
     Raises:
         UsageError: for an unknown format or engine, or options that do not go together.
@@ -216,6 +220,88 @@ class Execution:
             raise UsageError(f"--engine {self.engine}: unknown", hint=f"one of {', '.join(ENGINES)}")
         if self.compiled and self.engine != "transformers":
             raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
+
+    def check_placed(self, *, device: str, dtype: str) -> None:
+        """Refuse a device or an element type that the weights' format does not go with.
+
+        Raises:
+            UsageError: naming both.
+        """
+        if self.weights_format is None:
+            return
+        option = f"--weights {self.weights}" if self.weights is not None else f"--engine {self.engine}"
+        if device not in ("auto", "cpu"):
+            raise UsageError(f"{option} needs the CPU, not {device}", hint="drop one of them")
+        if dtype not in ("auto", "float32"):
+            raise UsageError(f"{option} computes in float32, not in {dtype}", hint="drop one of them")
+
+    @property
+    def default_cache(self) -> str:
+        """The kind of cache that a run has when none is asked for."""
+        if self.compiled:
+            return "static"
+        return "growing" if self.engine == "native" else "dynamic"
+
+    @property
+    def weights_format(self) -> str | None:
+        """The format that linear layers are packed in, None when they stay as they are."""
+        return self.weights or ("float32" if self.engine == "native" else None)
+
+    def check_cache(self, options: CacheOptions) -> None:
+        """Refuse a cache that does not go with this way of running.
+
+        Raises:
+            UsageError: naming the options.
+        """
+        if self.compiled and options.kind != "static":
+            raise UsageError(
+                f"--compile and --cache {options.kind}: these do not go together",
+                hint="drop --cache: a compiled run keeps a static one",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Where drafts come from, which one forward of the model then checks.
+
+    Attributes:
+        kind: `prompt-lookup` copies what followed the same ids earlier in prompt or output, `draft-model`
+            asks a smaller model with the same vocabulary.
+        draft_tokens: ids to draft for a forward at most; fewer where they are not likely enough.
+
+    Raises:
+        UsageError: for an unknown kind.
+        InvalidParams: for a number out of its range.
+    """
+
+    kind: str = "prompt-lookup"
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPECULATIONS:
+            raise UsageError(f"--speculate {self.kind}: unknown", hint=f"one of {', '.join(SPECULATIONS)}")
+        check_range("--draft-tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+
+
+def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int | None) -> Speculation | None:
+    """What the options of a run ask for, None for no speculation; `drafts` when a draft model is given.
+
+    Raises:
+        UsageError: for an unknown kind, or options that do not go together.
+        InvalidParams: for a number of tokens out of its range.
+    """
+    if speculate is not None and drafts:
+        raise UsageError("--speculate and --draft: these do not go together", hint="drop one of them")
+    if speculate is not None and speculate not in LOOKUPS:
+        raise UsageError(
+            f"--speculate {speculate}: unknown", hint=f"one of {', '.join(LOOKUPS)}; --draft MODEL for a model"
+        )
+    kind = "draft-model" if drafts else speculate
+    if kind is None:
+        if draft_tokens is not None:
+            raise UsageError("--draft-tokens is for speculation", hint="add --speculate prompt-lookup or --draft MODEL")
+        return None
+    return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
 
 
 def _check_writable(file: Path) -> None:

@@ -12,12 +12,12 @@ import typer
 
 from llminfer.cli import options
 from llminfer.cli.chat_input import make_reader
-from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model
+from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model, load_with_draft
 from llminfer.cli.options import check_flags
 from llminfer.cli.stream import stream, text_of, write_text
 from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
-from llminfer.params import CacheOptions, Execution, StopCriteria
+from llminfer.params import CacheOptions, Execution, Speculation, StopCriteria, make_speculation
 
 if TYPE_CHECKING:
     from llminfer.engine.conversation import Conversation
@@ -47,7 +47,10 @@ def chat(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
-    cache: options.Cache = "dynamic",
+    speculate: options.Speculate = None,
+    draft: options.Draft = None,
+    draft_tokens: options.DraftTokens = None,
+    cache: options.Cache = None,
     quiet: options.Quiet = False,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -80,13 +83,19 @@ def chat(
     )
     check_flags(flags, max_new_tokens)
     check_choice(choice)
-    check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if cache is not None:
+        check_known("--cache", cache, ("dynamic", "growing", "none"))
+    if compiled:
+        raise UsageError(
+            "chat and --compile: these do not go together", hint="drop --compile, which needs a fixed cache"
+        )
+    speculation = make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens)
     if system is not None and load is not None:
         raise UsageError("two beginnings: --system and --load", hint="give one of them")
     begin = _system_messages(system)
     stop_criteria = StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
     transcript = read_transcript(load) if load is not None else None
-    session = _start(choice, flags, stop_criteria, cache, begin, debug)
+    session = _start(choice, flags, stop_criteria, cache, begin, debug, speculation, draft)
     if transcript is not None:
         session.go_on_with(transcript)
     return _talk(session)
@@ -96,16 +105,25 @@ def _start(
     choice: ModelChoice,
     flags: Mapping[str, float | None],
     stop: StopCriteria,
-    cache: str,
+    cache: str | None,
     begin: tuple[Message, ...],
     debug: bool,
+    speculation: Speculation | None,
+    draft_name: str | None,
 ) -> _Session:
     """Load the model and say what it is."""
     startup_s: dict[str, float] = {}
-    loaded = load_model(choice, startup_s, cache=CacheOptions(kind=cache))
+    kind = CacheOptions(kind=cache or choice.execution.default_cache)
+    draft = None
+    if speculation is not None and draft_name is not None:
+        loaded, draft = load_with_draft(choice, draft_name, startup_s, cache=kind, speculation=speculation)
+    else:
+        loaded = load_model(choice, startup_s, cache=kind, speculation=speculation)
     from llminfer.engine.conversation import Conversation
 
-    conversation = Conversation(loaded, sampling=flags, stop=stop, cache=cache, messages=begin)
+    conversation = Conversation(
+        loaded, sampling=flags, stop=stop, cache=cache, messages=begin, speculation=speculation, draft=draft
+    )
     session = _Session(
         conversation=conversation,
         model=loaded.name,

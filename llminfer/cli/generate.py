@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.loading import ModelChoice, check_choice, load_model
+from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft, status
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
 from llminfer.cli.stream import interrupts, stream, text_of, write_text
 from llminfer.errors import InvalidParams, LlminferError, UsageError
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, Execution, StopCriteria, check_range
+from llminfer.params import (
+    DEFAULT_KV_BITS,
+    MAX_BIAS,
+    CacheOptions,
+    Execution,
+    Speculation,
+    StopCriteria,
+    check_range,
+    make_speculation,
+)
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -103,14 +112,17 @@ def generate(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
+    speculate: options.Speculate = None,
+    draft: options.Draft = None,
+    draft_tokens: options.DraftTokens = None,
     cache: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--cache",
             metavar="CACHE",
-            help="dynamic, growing, static, quantized; none is the textbook loop without a cache.",
+            help="dynamic, growing, static, quantized; none is the textbook loop. [default: dynamic]",
         ),
-    ] = "dynamic",
+    ] = None,
     kv_bits: Annotated[
         int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
     ] = None,
@@ -177,12 +189,18 @@ def generate(
         check_flags(flags, max_new_tokens)
         _check_choices(request)
         execution = Execution(weights=weights, engine=engine, compiled=compiled)
+        # several sequences share a dynamic cache, and a window is kept in one of its own
+        shared = many.file is not None or num_samples > 1 or kv_window is not None
+        default_cache = "dynamic" if shared and not compiled else execution.default_cache
         request = replace(
             request,
-            caching=CacheOptions(kind=cache, **cast(dict[str, Any], caching)),
+            caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
             choice=replace(request.choice, execution=execution),
+            speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+            draft=draft,
         )
         _check_caching(request)
+        _check_speculation(request)
         biases = parse_logit_bias(logit_bias or [])
         request = replace(
             request,
@@ -229,6 +247,8 @@ class _Request:
     many: ManyPrompts
     caching: CacheOptions = field(default_factory=CacheOptions)
     stop: StopCriteria = field(default_factory=StopCriteria)
+    speculation: Speculation | None = None
+    draft: str | None = None
     text: str = ""
 
 
@@ -276,7 +296,10 @@ def _check_caching(request: _Request) -> None:
     caching = request.caching
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
+    compiled = request.choice.execution.compiled
+    request.choice.execution.check_cache(caching)
     asked = {
+        "--compile": compiled,
         f"--cache {caching.kind}": caching.kind != "dynamic",
         "--kv-window": caching.window is not None,
         "--prefill-chunk": caching.prefill_chunk is not None,
@@ -286,6 +309,22 @@ def _check_caching(request: _Request) -> None:
     for flag in (name for name, given in several.items() if given):
         for option in (name for name, given in asked.items() if given):
             raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
+
+
+def _check_speculation(request: _Request) -> None:
+    """Drafts are for a single run, on a cache that can be cut back."""
+    if request.speculation is None:
+        return
+    flag = "--draft" if request.draft is not None else f"--speculate {request.speculation.kind}"
+    others = {
+        "--prompts": request.many.file is not None,
+        "--num-samples": request.num_samples > 1,
+        "--cache quantized": request.caching.kind == "quantized",
+        "--kv-window": request.caching.window is not None,
+        "--compile": request.choice.execution.compiled,
+    }
+    for other in (name for name, given in others.items() if given):
+        raise UsageError(f"{flag} and {other}: these do not go together", hint="drop one of them")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -333,21 +372,25 @@ def _encodable(text: str) -> bool:
 
 def _run(request: _Request, *, debug: bool) -> int:
     startup_s: dict[str, float] = {}
-    loaded = load_model(request.choice, startup_s, cache=request.caching)
+    loaded, draft = _load(request, startup_s)
     if request.num_samples > 1:
         return _run_samples(request, loaded, startup_s)
     from llminfer.engine.run import generate as generate_events
 
-    events = generate_events(
-        loaded,
-        request.text,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        stop=request.stop,
-        system=request.system,
-        raw=request.raw,
-        cache=request.caching,
-    )
+    compiles = request.output.talks and request.choice.execution.compiled
+    with status("compiling the decode step", compiles):
+        events = generate_events(
+            loaded,
+            request.text,
+            sampling=request.flags,
+            bad_words=request.bad_words,
+            stop=request.stop,
+            system=request.system,
+            raw=request.raw,
+            cache=request.caching,
+            speculation=request.speculation,
+            draft=draft,
+        )
     if request.output.echo:
         write_text(request.text)
     output = request.output
@@ -356,6 +399,15 @@ def _run(request: _Request, *, debug: bool) -> int:
     if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
+
+
+def _load(request: _Request, startup_s: dict[str, float]) -> tuple[LoadedModel, LoadedModel | None]:
+    """The model, and the one that drafts for it where one does."""
+    if request.draft is not None and request.speculation is not None:
+        return load_with_draft(
+            request.choice, request.draft, startup_s, cache=request.caching, speculation=request.speculation
+        )
+    return load_model(request.choice, startup_s, cache=request.caching, speculation=request.speculation), None
 
 
 def _id_line(event: Step | Finished) -> str:
@@ -441,7 +493,8 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         from llminfer.render.summary import summary
 
         console = make_console(sys.stderr)
-        for line in step_table(trace.steps) if output.steps else ():
+        drafts = trace.started is not None and trace.started.speculation is not None
+        for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
             console.print(line)
         for text in summary(trace, startup_s) if output.talks else ():
             console.print(text)

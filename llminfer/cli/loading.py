@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llminfer.errors import UsageError
-from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution
+from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution, Speculation
 
 if TYPE_CHECKING:
+    from llminfer.engine.checkpoint import Checkpoint
     from llminfer.engine.load import LoadedModel
 
 
@@ -54,20 +56,61 @@ def check_known(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
 
 
-def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: CacheOptions | None = None) -> LoadedModel:
+def load_model(
+    choice: ModelChoice,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions | None = None,
+    speculation: Speculation | None = None,
+) -> LoadedModel:
     """Find the model, convert it when it is a GGUF file, and load it; note how long each took.
 
-    A model that cannot have the `cache` is refused before its weights are read.
+    A model that cannot have the `cache`, or not with `speculation`, is refused before its weights are read.
     """
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+        return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation)
+
+
+def load_with_draft(
+    choice: ModelChoice,
+    draft_model: str,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions,
+    speculation: Speculation,
+) -> tuple[LoadedModel, LoadedModel]:
+    """The model, and the smaller one that drafts for it, which is loaded first: its vocabulary has to be the same."""
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+    small = replace(choice, model=draft_model, revision=None, tokenizer=None, execution=Execution())
+    draft = load_model(small, startup_s, speculation=speculation)
+    return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
+
+
+def _inspect(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Checkpoint]:
+    choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
     from llminfer.engine.checkpoint import inspect_checkpoint
 
     name, folder = _find_folder(choice, startup_s)
-    checkpoint = inspect_checkpoint(
+    return name, inspect_checkpoint(
         folder,
         tokenizer=choice.tokenizer,
         allow_pickle=choice.allow_pickle,
         trust_remote_code=choice.trust_remote_code,
     )
+
+
+def _load(
+    choice: ModelChoice,
+    name: str,
+    checkpoint: Checkpoint,
+    startup_s: dict[str, float],
+    *,
+    cache: CacheOptions | None,
+    speculation: Speculation | None,
+    draft: LoadedModel | None = None,
+) -> LoadedModel:
     with status(f"loading {name}", choice.talks):
         with timed("import", startup_s):
             from llminfer.engine.load import load
@@ -80,6 +123,8 @@ def load_model(choice: ModelChoice, startup_s: dict[str, float], *, cache: Cache
                 trust_remote_code=choice.trust_remote_code,
                 cache=cache or CacheOptions(),
                 execution=choice.execution,
+                speculation=speculation,
+                draft=draft,
             )
 
 
@@ -146,6 +191,24 @@ def timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
     start_s = time.perf_counter()
     yield
     startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Import, convert and load without looking for garbage: what comes in stays for as long as the process does.
+
+    Looking through it again and again takes a tenth of the time. Only for the first import of torch: a
+    process that has it already may hold garbage that this would keep.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

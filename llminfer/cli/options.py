@@ -63,9 +63,21 @@ Engine = Annotated[
     str,
     typer.Option("--engine", metavar="ENGINE", help="transformers, or native: our compiled step, for common families."),
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="Run the forward through torch.compile.")]
+Speculate = Annotated[
+    str | None,
+    typer.Option("--speculate", metavar="KIND", help="prompt-lookup: draft what followed the same tokens before."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="MODEL", help="A smaller model of the same vocabulary drafts; the text stays."),
+]
+DraftTokens = Annotated[
+    int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 15 if unset.")
+]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
-    str, typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
+    str | None,
+    typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
 AllowPickle = Annotated[

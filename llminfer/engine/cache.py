@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,17 @@ BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer
 MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 # caches that hold nothing outside their layers; a model's own subclass may
 WHOLE_CACHES = frozenset({DynamicCache, GrowingCache, StaticCache, WindowCache})
+# all tensors of layers of exactly these classes: what is weighed after every step is not searched for
+_KEYS_AND_VALUES, _BUFFERS = attrgetter("keys", "values"), attrgetter("key_buffer", "value_buffer")
+LAYER_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
+    DynamicLayer: _KEYS_AND_VALUES,
+    DynamicSlidingWindowLayer: _KEYS_AND_VALUES,
+    GrowingLayer: _BUFFERS,
+    GrowingSlidingLayer: _BUFFERS,
+    WindowLayer: _KEYS_AND_VALUES,
+}
+# their windows can keep what leaves them until the next crop; exact classes
+_SLIDING = (DynamicSlidingWindowLayer, GrowingSlidingLayer)
 # quanto's tensors: packed data, scale and shift of groups, each possibly a shell again
 _SHELLED = ("_data", "_scale", "_shift")
 
@@ -28,23 +40,51 @@ def crop_cache(cache: Any, tokens: int) -> bool:
     Every layer is cut by its own length, so one that a broken forward has left longer is mended.
     """
     layers: Sequence[Any] = getattr(cache, "layers", ())
-    if type(cache) not in WHOLE_CACHES or not layers or not all(_can_crop(layer) for layer in layers):
+    if type(cache) not in WHOLE_CACHES or not layers or not all(_can_crop(layer, tokens) for layer in layers):
         return False
     for layer in layers:
-        excess = int(layer.get_seq_length()) - tokens if type(layer) is not DummyLayer else 0
-        if excess > 0:
-            layer.crop(-excess)
+        excess = max(int(layer.get_seq_length()) - tokens, 0) if type(layer) is not DummyLayer else 0
+        if excess or _keeps_past(layer):
+            layer.crop(-excess)  # which also cuts a layer that keeps its past down to its window
     return True
 
 
-def _can_crop(layer: Any) -> bool:
+def keep_past(cache: Any, keep: bool) -> bool:
+    """Let windows hold what leaves them until the next crop, or no longer; whether there are such windows.
+
+    Begin after the prefill, and end after a crop: in between they hold more than their window.
+    """
+    windows = [layer for layer in getattr(cache, "layers", ()) if type(layer) in _SLIDING]
+    for layer in windows:
+        layer.record_past = keep
+    return bool(windows)
+
+
+def keeps_past(cache: Any) -> bool:
+    """Whether some layer holds more than its window until the next crop."""
+    return any(_keeps_past(layer) for layer in getattr(cache, "layers", ()))
+
+
+def _keeps_past(layer: Any) -> bool:
+    return type(layer) in _SLIDING and bool(layer.record_past)
+
+
+def _can_crop(layer: Any, tokens: int) -> bool:
     """Exact classes: a subclass may keep more than its parent cuts."""
-    if type(layer) in (DynamicSlidingWindowLayer, GrowingSlidingLayer):
-        # what has left the window is gone
-        return bool(layer.get_seq_length() < layer.sliding_window)
+    if type(layer) in _SLIDING:
+        return _window_can_crop(layer, tokens)
     if type(layer) is WindowLayer:
         return bool(layer.get_seq_length() <= layer.window)
     return type(layer) in (DummyLayer, DynamicLayer, GrowingLayer, StaticLayer)
+
+
+def _window_can_crop(layer: Any, tokens: int) -> bool:
+    """What has left the window is gone, unless the layer keeps its past: enough must be there to fill the window."""
+    seen, window = int(layer.get_seq_length()), int(layer.sliding_window)
+    if seen < window:
+        return True
+    held = int(layer.keys.shape[-2]) - max(seen - tokens, 0)
+    return bool(layer.record_past and window > 1 and held >= min(window - 1, tokens))
 
 
 def stateful_modules(model: Any) -> tuple[Any, ...]:
@@ -64,13 +104,17 @@ def module_states(modules: Sequence[Any]) -> list[Any]:
     return [value for module in modules for name, value in vars(module).items() if name in MODULE_STATES]
 
 
-def cache_bytes(cache: object) -> int:
+def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors in a cache, views counted at their own size, one under two names once.
 
     Of buffers that are written in place all places count, also those that hold nothing yet.
     """
-    distinct = {id(tensor): tensor for tensor in cache_tensors(cache)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+    tensors: list[Tensor | None] = []
+    for part in cache.layers if type(cache) in WHOLE_CACHES else (cache,):
+        read = LAYER_TENSORS.get(type(part), cache_tensors)
+        tensors.extend(read(part))
+    distinct = dict(zip(map(id, tensors), tensors, strict=True))
+    return sum(tensor.nbytes for tensor in distinct.values() if tensor is not None)
 
 
 def cache_tensors(holder: object) -> Iterator[Tensor]:

@@ -29,6 +29,11 @@ class Clock:
         lap_s, self._last_s = now_s - self._last_s, now_s
         return lap_s
 
+    def skip(self) -> None:
+        """Leave the time since the last lap out of everything that is measured."""
+        skipped_s = self.lap()
+        self._start_s += skipped_s
+
     def elapsed(self) -> float:
         """Seconds from the start to the last lap."""
         return self._last_s - self._start_s

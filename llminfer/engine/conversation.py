@@ -18,13 +18,14 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
 from llminfer.engine.device import synchronizer
 from llminfer.engine.forward import Forward, make_forward
-from llminfer.engine.load import LoadedModel
+from llminfer.engine.load import LoadedModel, way_for
 from llminfer.engine.prompt import Prompt, encode_messages
 from llminfer.engine.run import effective_sampling, run_prompt
+from llminfer.engine.speculate import Drafting, make_drafting
 from llminfer.engine.transcript import Message
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
-from llminfer.params import CacheOptions, StopCriteria
+from llminfer.params import CacheOptions, Speculation, StopCriteria
 
 
 class Conversation:
@@ -33,11 +34,14 @@ class Conversation:
     Args:
         sampling: values by name as in `SamplingParams`; those missing come from the model.
         stop: when an answer ends.
-        cache: `dynamic` or `growing`, or `none` to recompute everything.
+        cache: `dynamic` or `growing`, or `none` to recompute everything; as suits the model when not given.
         messages: what was said before.
+        speculation: draft several tokens and check them in one forward; the answers stay the same.
+        draft: the model that drafts, for speculation of that kind.
 
     Raises:
-        UsageError: for a model without a chat template.
+        UsageError: for a model without a chat template, or a draft model with another vocabulary.
+        UnsupportedArchitecture: for a model that cannot speculate.
     """
 
     def __init__(
@@ -46,18 +50,22 @@ class Conversation:
         *,
         sampling: Mapping[str, Any] | None = None,
         stop: StopCriteria | None = None,
-        cache: str = "dynamic",
+        cache: str | None = None,
         messages: Sequence[Message] = (),
+        speculation: Speculation | None = None,
+        draft: LoadedModel | None = None,
     ) -> None:
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"{loaded.name} has no chat template, so it cannot chat",
                 hint='try: llminfer generate --raw "Once upon a time"',
             )
-        self._loaded, self._cache = loaded, cache
+        self._loaded, self._cache = loaded, cache or loaded.execution.default_cache
+        self._speculation, self._draft = speculation, draft
+        self._drafting()
         self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
         self._forward: _PacedForward | None = None
-        self._way: Continuation | None = Continuation.NEVER if cache == "none" else None
+        self._way: Continuation | None = Continuation.NEVER if self._cache == "none" else None
         self._exact_length = exact_length(loaded.model.config)
         self.messages: tuple[Message, ...] = tuple(messages)
 
@@ -102,8 +110,13 @@ class Conversation:
             tokenize_s=tokenize_s,
             forward=forward,
             reused=reused,
+            drafting=self._drafting(),
         )
         return self._record(asked, events)
+
+    def _drafting(self) -> Drafting | None:
+        """What drafts for one answer: it follows one sequence, and what was said before may be written anew."""
+        return make_drafting(self._speculation, self._loaded, self._draft, CacheOptions(kind=self._cache))
 
     def _encode(self, messages: Sequence[Message]) -> Prompt:
         return encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
@@ -121,9 +134,9 @@ class Conversation:
                 return kept, shared, ()
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
-        self._forward = _PacedForward(
-            make_forward(self._loaded.model, options=CacheOptions(kind=self._cache)), self._way
-        )
+        options = CacheOptions(kind=self._cache)
+        forward = make_forward(self._loaded.model, options=options, way=way_for(self._loaded, options))
+        self._forward = _PacedForward(forward, self._way)
         return self._forward, 0, notes
 
     def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:
@@ -178,6 +191,9 @@ class _PacedForward:
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
         return feed(self._forward, new_ids, way)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        return self._forward.last(new_ids, count)
 
     @property
     def ids(self) -> Sequence[int]:

@@ -17,11 +17,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llminfer.engine.abilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
-from llminfer.engine.cache import cache_bytes, crop_cache, forget_states, module_states, stateful_modules
+from llminfer.engine.cache import (
+    cache_bytes,
+    crop_cache,
+    forget_states,
+    keeps_past,
+    module_states,
+    stateful_modules,
+)
 from llminfer.engine.cache_kinds import make_cache
 from llminfer.engine.grouped_attention import grouped_attention
 from llminfer.engine.window_cache import window_mask
@@ -36,6 +44,8 @@ _WHOLE_PROMPT = frozenset({"quantized", "none"})
 
 # (new ids, ids fed before) to the pieces to feed
 Pieces = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
+# the model, or what runs it: its arguments to its outputs
+Call = Callable[..., Any]
 
 
 class Forward(Protocol):
@@ -43,6 +53,10 @@ class Forward(Protocol):
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         """Logits after the newest id, shape [1, vocabulary]."""
+        ...
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        """Logits after each of the newest `count` ids, shape [count, vocabulary]; `new_ids` are so many at least."""
         ...
 
     @property
@@ -73,6 +87,10 @@ class Forward(Protocol):
         ...
 
 
+# (model, cache=..., cached_ids=...) to the forward
+Way = Callable[..., Forward]
+
+
 def make_forward(
     model: Any,
     *,
@@ -81,6 +99,7 @@ def make_forward(
     max_tokens: int | None = None,
     cache: Any = None,
     cached_ids: Sequence[int] = (),
+    way: Way | None = None,
 ) -> Forward:
     """The forward for this model.
 
@@ -90,6 +109,7 @@ def make_forward(
         max_tokens: the most tokens that will be cached, for caches that are allocated at once.
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
+        way: how to feed the model, in place of the way that suits it and the cache.
 
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
@@ -98,7 +118,7 @@ def make_forward(
     if cache is None:
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
-    way = _WAYS.get(options.name, by_model)
+    way = way or _WAYS.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
     return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), attention)
 
@@ -168,6 +188,12 @@ class PieceForward:
             raise ValueError("nothing to feed")
         return logits
 
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._attention():
+            return self._forward.last(new_ids[-count:], count)
+
     @property
     def ids(self) -> Sequence[int]:
         return self._forward.ids
@@ -191,7 +217,7 @@ class PieceForward:
 class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
-    __slots__ = ("_keyword_arguments", "_model", "ids")
+    __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
     kv_bytes = None
     cache = None
     notes: tuple[str, ...] = ()
@@ -199,14 +225,18 @@ class UncachedForward:
     def __init__(self, model: Any, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self.ids = list(cached_ids)
-        self._keyword_arguments = _static_arguments(model, use_cache=False)
+        self._keyword_arguments = static_arguments(model, use_cache=False)
+        self._accepts_positions = "position_ids" in forward_parameters(model)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         ids = _tensor([*self.ids, *new_ids], self._model.device)
-        arguments = dict(self._keyword_arguments)
-        if "position_ids" in forward_parameters(self._model):
+        arguments = _keeping(count, self._keyword_arguments)
+        if self._accepts_positions:
             arguments["position_ids"] = _positions(ids, 0)
-        logits = _last_logits(self._model(input_ids=ids, **arguments))
+        logits = _last_logits(self._model(input_ids=ids, **arguments), count)
         self.ids.extend(new_ids)
         return logits
 
@@ -221,18 +251,23 @@ class PlainForward:
     __slots__ = (
         "_accepts_positions",
         "_cache",
+        "_device",
         "_ids",
         "_keyword_arguments",
         "_model",
         "_stateful",
+        "_step",
         "_torn",
         "_uncached",
     )
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
+    ) -> None:
+        self._model, self._step = model, step or model
+        self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._keyword_arguments = _static_arguments(model, use_cache=True)
+        self._keyword_arguments = static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
         self._torn = False
@@ -242,21 +277,25 @@ class PlainForward:
             forget_states(self._stateful)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
-            return self._uncached(new_ids)
-        ids = _tensor(new_ids, self._model.device)
-        arguments = {**self._keyword_arguments, "cache": self._cache, **self._arguments(ids)}
+            return self._uncached.last(new_ids, count)
+        ids = _tensor(new_ids, self._device)
+        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         self._torn = True
-        outputs = self._model(input_ids=ids, **arguments)
+        run = self._step if self._ids and len(new_ids) == 1 else self._model
+        outputs = run(input_ids=ids, **arguments)
         # most give back the cache they were given; BLT puts it into a larger one
         self._cache = _returned_cache(outputs, self._cache)
         if not self._ids and not cache_bytes(self._cache):
             # the model took the cache and put nothing in: the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         self._torn = False
         self._ids.extend(new_ids)
-        return _last_logits(outputs)
+        return _last_logits(outputs, count)
 
     def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
         return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
@@ -268,7 +307,7 @@ class PlainForward:
     def crop(self, tokens: int) -> bool:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn:
+        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
             if self._stateful or not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
@@ -281,7 +320,9 @@ class PlainForward:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes([self.cache, module_states(self._stateful)])
+        if self.cache is None:
+            return None
+        return cache_bytes([self.cache, module_states(self._stateful)] if self._stateful else self.cache)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -303,22 +344,26 @@ class WindowForward(PlainForward):
 class PreparedForward:
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_torn", "_uncached")
+    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_sequence", "_torn", "_uncached")
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
+        self._sequence = _tensor(self._ids, model.device)
         self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._kwargs = self._first_kwargs()
         self._torn = False
         self._uncached: UncachedForward | None = None
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self.last(new_ids, 1)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         first = not self._ids
-        ids = _tensor([*self._ids, *new_ids], self._model.device)
+        ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
         if self._accepts_positions and (len(new_ids) > 1 or "position_ids" not in self._kwargs):
             made_from = {name: value for name, value in self._kwargs.items() if name not in ("cache", "position_ids")}
@@ -327,20 +372,30 @@ class PreparedForward:
             ids,
             next_sequence_length=None if first else len(new_ids),
             is_first_iteration=first or len(new_ids) > 1,
-            **self._kwargs,
+            **_keeping(count, self._kwargs),
         )
         self._torn = True
         outputs = self._model(**inputs, return_dict=True)
         self._cache = _returned_cache(outputs, self._cache)
         if first and (self._cache is None or not cache_bytes(self._cache)):
             self._uncached = UncachedForward(self._model)
-            return self._uncached(new_ids)
+            return self._uncached.last(new_ids, count)
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
         self._torn = False
         self._ids.extend(new_ids)
-        return _last_logits(outputs)
+        return _last_logits(outputs, count)
+
+    def _extended(self, new_ids: Sequence[int]) -> Tensor:
+        """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
+        fed, tokens = len(self._ids), len(self._ids) + len(new_ids)
+        if tokens > self._sequence.shape[-1]:
+            longer = self._sequence.new_empty(1, 2 * tokens)
+            longer[:, :fed] = self._sequence[:, :fed]
+            self._sequence = longer
+        self._sequence[:, fed:tokens] = _tensor(new_ids, self._sequence.device)
+        return self._sequence[:, :tokens]
 
     def _first_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True}
@@ -357,7 +412,7 @@ class PreparedForward:
     def crop(self, tokens: int) -> bool:
         if self._uncached is not None:
             return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn:
+        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
             if not crop_cache(self._cache, tokens):
                 return False
             self._torn = False
@@ -379,10 +434,10 @@ class PreparedForward:
 
 
 # the ways that a kind of cache asks for; the others are the model's choice
-_WAYS: Mapping[str, Callable[..., Forward]] = {"none": UncachedForward, "window": WindowForward}
+_WAYS: Mapping[str, Way] = {"none": UncachedForward, "window": WindowForward}
 
 
-def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
+def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
     """The arguments that stay the same at every step, as far as the model knows them."""
     wanted = {"use_cache": use_cache, "logits_to_keep": 1}
     accepted = forward_parameters(model)
@@ -391,15 +446,20 @@ def _static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
 
 def _tensor(ids: Sequence[int], device: torch.device) -> Tensor:
     """The ids as a batch of one, shape [1, tokens]."""
-    return torch.tensor([ids], dtype=torch.long, device=device)
+    return torch.from_numpy(np.array([ids], dtype=np.int64)).to(device)
 
 
 def _positions(ids: Tensor, start: int) -> Tensor:
     return torch.arange(start, start + ids.shape[-1], device=ids.device).unsqueeze(0)
 
 
-def _last_logits(outputs: Any) -> Tensor:
-    logits: Tensor = outputs.logits[:, -1]
+def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that ask for the logits of so many last positions, where the model can leave out the others."""
+    return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
+
+
+def _last_logits(outputs: Any, count: int) -> Tensor:
+    logits: Tensor = outputs.logits[0, -count:]
     return logits
 
 

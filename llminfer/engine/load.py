@@ -20,12 +20,16 @@ from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
-from llminfer.engine.execution import prepare_execution
+from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
+from llminfer.engine.forward import Way
+from llminfer.engine.packing import held_bytes
+from llminfer.engine.speculate import check_speculation, check_vocabularies
+from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
-from llminfer.params import CacheOptions, Execution
+from llminfer.params import CacheOptions, Execution, Speculation
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -43,6 +47,8 @@ class LoadedModel:
         load_s: from the first look at the files until the weights were on the device.
         folder: where the weights are.
         execution: what carries out the arithmetic.
+        weights_bytes: bytes of all that the model holds: parameters, buffers and packed weights.
+        way: how to feed the model over a growing cache, where it is not the model's own way.
     """
 
     name: str
@@ -59,6 +65,8 @@ class LoadedModel:
     load_s: float
     folder: Path | None = None
     execution: Execution = field(default_factory=Execution)
+    weights_bytes: int | None = None
+    way: Way | None = None
 
 
 def load(
@@ -70,6 +78,8 @@ def load(
     trust_remote_code: bool = False,
     cache: CacheOptions | None = None,
     execution: Execution | None = None,
+    speculation: Speculation | None = None,
+    draft: LoadedModel | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; nothing is fetched, asked or unpickled on the way.
 
@@ -81,29 +91,42 @@ def load(
         trust_remote_code: run Python code from the checkpoint's folder.
         cache: the cache that will be asked for, so that a model that cannot have it is not loaded.
         execution: what carries out the arithmetic; the model's own forward and weights when not given.
+        speculation: what will be asked for, so that a model that cannot do it is not loaded.
+        draft: the model that will draft, so that one with another vocabulary is refused in time.
 
     Raises:
+        UsageError: for a draft model with another vocabulary.
         InvalidParams: for a device or dtype that is none, or that do not go together.
         ModelNotAvailable: when weights or tokenizer do not load.
         UnsupportedArchitecture: for a model that does not continue text by itself.
         OutOfMemory: when the weights do not fit the device.
     """
     start_s, execution = time.perf_counter(), execution or Execution()
+    execution.check_placed(device=device, dtype=dtype)
     _quiet_transformers()
     chosen_device = choose_device(device)
     config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
     stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
-    chosen_dtype, dtype_note = choose_dtype(dtype, chosen_device, checkpoint_dtype)
+    wanted_dtype = dtype if execution.weights_format is None else "float32"  # in which packed weights compute
+    chosen_dtype, dtype_note = choose_dtype(wanted_dtype, chosen_device, checkpoint_dtype)
     kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
     _check_quantization(config, str(checkpoint.folder))
+    check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
     if cache is not None:
         check_cache(cache, config, name or checkpoint.folder.name)
+    if speculation is not None:
+        check_speculation(speculation, cache or CacheOptions(), config, name or checkpoint.folder.name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
+    if draft is not None:
+        source = name or checkpoint.folder.name
+        check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=source)
     with _loading("weights", checkpoint.folder):
-        model, weight_notes = _load_weights(checkpoint, config, chosen_dtype, chosen_device, trust_remote_code)
-        execution_notes = prepare_execution(model, execution, name or checkpoint.folder.name)
+        read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
+        model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
+        prepared = prepare_execution(model, execution, name or checkpoint.folder.name)
+        product_notes = widen_slow_products(model)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -119,14 +142,22 @@ def load(
         notes=(
             *((f"dtype {dtype_note}",) if dtype_note else ()),
             *weight_notes,
-            *execution_notes,
+            *prepared.notes,
+            *product_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
         ),
         load_s=time.perf_counter() - start_s,
         folder=checkpoint.folder,
         execution=execution,
+        weights_bytes=held_bytes(model),
+        way=prepared.way,
     )
+
+
+def way_for(loaded: LoadedModel, options: CacheOptions) -> Way | None:
+    """How to feed the model over such a cache, None for its own way."""
+    return loaded.way if options.name == "growing" else None
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from llminfer.engine.cache_kinds import Fed, check_cache, piece_sizes, predict_cache
 from llminfer.engine.clock import Clock
+from llminfer.engine.compiled import CompiledStep, compile_step, compiled_room
+from llminfer.engine.continuation import exact_length
 from llminfer.engine.detokenizer import make_detokenizer
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
-from llminfer.engine.forward import Forward, make_forward, prefill_chunk
-from llminfer.engine.load import LoadedModel
+from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill_chunk
+from llminfer.engine.load import LoadedModel, way_for
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from llminfer.engine.sampler import make_sampler
+from llminfer.engine.speculate import Drafting, decode_drafts, make_drafting
 from llminfer.engine.stop import Output, StopMatcher
 from llminfer.errors import GenerationFailed, InvalidParams, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
-from llminfer.events import Event, FinishReason, Started
+from llminfer.events import DraftCache, Event, Finished, FinishReason, Started, Step
 from llminfer.kv.footprint import Footprint
 from llminfer.params import (
     DEFAULT_KV_BITS,
@@ -30,6 +34,7 @@ from llminfer.params import (
     SAMPLING_RANGES,
     CacheOptions,
     SamplingParams,
+    Speculation,
     StopCriteria,
     check_range,
 )
@@ -111,7 +116,9 @@ def generate(
     stop: StopCriteria | None = None,
     system: str | None = None,
     raw: bool = False,
-    cache: str | CacheOptions = "dynamic",
+    cache: str | CacheOptions | None = None,
+    speculation: Speculation | None = None,
+    draft: LoadedModel | None = None,
 ) -> Generator[Event, None, None]:
     """Continue `text`, event by event: one `Started`, a `Step` per token, one `Finished`.
 
@@ -121,16 +128,22 @@ def generate(
         stop: when to end; 256 tokens when not given.
         system: a system message, for chat models.
         raw: leave the chat template out.
-        cache: which cache, how it is filled and kept; a kind alone stands for `CacheOptions` of that kind.
+        cache: which cache, how it is filled and kept; a kind alone stands for `CacheOptions` of that kind,
+            and a compiled model has a static one when not given, others a dynamic one.
+        speculation: draft several tokens and check them in one forward; the tokens stay the same.
+        draft: the model that drafts, for speculation of that kind.
 
     Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context.
+        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
+            draft model with another vocabulary.
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
         PromptCacheMismatch: before the first event, for a file that is damaged or of another model.
     """
-    options = cache if isinstance(cache, CacheOptions) else CacheOptions(kind=cache)
+    options = cache if isinstance(cache, CacheOptions) else CacheOptions(kind=cache or loaded.execution.default_cache)
+    loaded.execution.check_cache(options)
     check_cache(options, loaded.model.config, loaded.name, known=type(loaded.model))
+    drafting = make_drafting(speculation, loaded, draft, options)
     stop = stop or StopCriteria()
     if isinstance(sampling, SamplingParams):
         sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
@@ -142,9 +155,16 @@ def generate(
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    forward = _make_forward(loaded, options, len(prompt.ids) + limit[0] - 1, prompt.ids)
-    feeding = Feeding(options=options, reused=len(forward.ids))
+    room, compiled = len(prompt.ids) + limit[0] - 1, None
+    if loaded.execution.compiled:
+        room = compiled_room(room)
+        compiled = compile_step(loaded.model, room)
+        clock.skip()
+    forward = _make_forward(loaded, options, room, prompt.ids, compiled)
+    feeding = Feeding(options=options, reused=len(forward.ids), room=room, drafting=drafting)
     started = make_started(loaded, prompt, params, stop, limit, feeding, tokenize_s, sampling_notes)
+    if compiled is not None:
+        started = replace(started, compile_s=compiled.compile_s, notes=(*started.notes, *compiled.notes))
     return _events(loaded, prompt, started, limit, clock, forward, feeding)
 
 
@@ -160,6 +180,7 @@ def run_prompt(
     tokenize_s: float,
     forward: Forward,
     reused: int,
+    drafting: Drafting | None = None,
 ) -> Generator[Event, None, None]:
     """The events of an encoded prompt, whose first `reused` tokens the forward's cache holds already.
 
@@ -167,17 +188,22 @@ def run_prompt(
         UsageError: before the first event, for a prompt longer than the context.
     """
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    feeding = Feeding(options=CacheOptions(kind=cache), reused=reused)
+    feeding = Feeding(options=CacheOptions(kind=cache), reused=reused, drafting=drafting)
     started = make_started(loaded, prompt, sampling, stop, limit, feeding, tokenize_s, notes)
     return _events(loaded, prompt, started, limit, clock, forward, feeding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeding:
-    """What a run keeps, and how many of its prompt's tokens it need not feed."""
+    """What a run keeps, how many of its prompt's tokens it need not feed, and what drafts for it.
+
+    `room` is for how many tokens there is a place; for those of the run when not given.
+    """
 
     options: CacheOptions
     reused: int = 0
+    room: int | None = None
+    drafting: Drafting | None = None
 
 
 def make_started(
@@ -212,10 +238,14 @@ def make_started(
         stop=stop,
         eos_ids=tuple(sorted(loaded.eos_ids)),
         context_limit=loaded.context_limit,
+        weights=loaded.execution.weights,
+        weights_bytes=loaded.weights_bytes,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
         kv_at_limit=_predict(loaded, options, at_limit),
         kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
+        speculation=feeding.drafting.speculation if feeding.drafting else None,
+        draft_model=feeding.drafting.draft.name if feeding.drafting and feeding.drafting.draft else None,
         notes=(*loaded.notes, *notes, *prompt.notes),
     )
 
@@ -231,14 +261,7 @@ def _events(
 ) -> Generator[Event, None, None]:
     yield started
     output = make_output(loaded, started.stop, limit, clock)
-    finished = yield from decode(
-        forward,
-        make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
-        output,
-        clock,
-        prompt_ids=prompt.ids[feeding.reused :],
-        cached=feeding.reused,
-    )
+    finished = yield from _decode(loaded, prompt, started, output, clock, forward, feeding)
     fed = _fed(feeding, len(prompt.ids), limit, max(output.count - 1, 0))
     error = None
     if finished.error:
@@ -252,12 +275,52 @@ def _events(
                 finished = replace(finished, notes=(*finished.notes, not_saved.message))
             else:
                 error = not_saved
-    yield replace(finished, error=error, kv=_predict(loaded, feeding.options, fed) if output.count else None)
+    kv = _predict(loaded, feeding.options, fed) if output.count else None
+    yield replace(finished, error=error, kv=kv, draft_cache=_draft_cache(feeding.drafting))
+
+
+def _decode(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    started: Started,
+    output: Output,
+    clock: Clock,
+    forward: Forward,
+    feeding: Feeding,
+) -> Generator[Step, None, Finished]:
+    """The loop of this run: token by token, or with drafts."""
+    sample = make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids)
+    if feeding.drafting is None:
+        new_ids = prompt.ids[feeding.reused :]
+        return decode(forward, sample, output, clock, prompt_ids=new_ids, cached=feeding.reused)
+    return decode_drafts(
+        forward,
+        feeding.drafting.drafter,
+        sample,
+        output,
+        clock,
+        prompt_ids=prompt.ids,
+        cached=feeding.reused,
+        draft_tokens=feeding.drafting.speculation.draft_tokens,
+        exact_length=exact_length(loaded.model.config),
+    )
+
+
+def _draft_cache(drafting: Drafting | None) -> DraftCache | None:
+    """What the draft model's own cache holds now that the run has ended."""
+    if drafting is None or drafting.draft is None or drafting.drafter.forward is None:
+        return None
+    forward, draft = drafting.drafter.forward, drafting.draft
+    tokens = len(forward.ids)
+    if not tokens or not forward.crop(tokens) or forward.kv_bytes is None:
+        return None
+    return DraftCache(cached_tokens=tokens, kv_bytes=forward.kv_bytes, kv=predict(draft, tokens, "dynamic"))
 
 
 def _fed(feeding: Feeding, prompt_tokens: int, limit: tuple[int, FinishReason], steps: int) -> Fed:
     pieces = piece_sizes(prompt_tokens - feeding.reused, feeding.options.prefill_chunk)
-    return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=prompt_tokens + limit[0] - 1)
+    room = feeding.room or prompt_tokens + limit[0] - 1
+    return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=room)
 
 
 def make_output(
@@ -279,14 +342,24 @@ def make_output(
     )
 
 
-def _make_forward(loaded: LoadedModel, options: CacheOptions, room: int, prompt_ids: Sequence[int]) -> Forward:
+@torch.inference_mode()  # a compiled step was made for tensors of this mode, and so are the loop's
+def _make_forward(
+    loaded: LoadedModel, options: CacheOptions, room: int, prompt_ids: Sequence[int], compiled: CompiledStep | None
+) -> Forward:
     """A forward that holds what a saved cache has of the prompt, so that only the rest is to be fed."""
     saved = None
     if options.file is not None:
         saved = load_prompt_cache(options.file, loaded, options, max_tokens=room, prompt_ids=prompt_ids)
     cache, cached_ids = saved if saved is not None else (None, ())
     try:
-        return make_forward(loaded.model, options=options, max_tokens=room, cache=cache, cached_ids=cached_ids)
+        return make_forward(
+            loaded.model,
+            options=options,
+            max_tokens=room,
+            cache=cache,
+            cached_ids=cached_ids,
+            way=partial(PlainForward, step=compiled.call) if compiled is not None else way_for(loaded, options),
+        )
     except LlminferError:
         raise
     except Exception as error:

@@ -12,6 +12,7 @@ from llminfer.jobs import BadLine, Job
 from llminfer.params import SAMPLER_FIELDS
 
 SCHEMA_VERSION = 1
+_DRAFT_FIELDS = ("draft_s", "drafted", "accepted", "shared_forward")
 
 
 def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "model": started.model,
         "device": {"name": started.device, "hardware": started.device_name, "threads": started.threads},
         "dtype": started.dtype,
+        "weights": started.weights,
+        "weights_bytes": started.weights_bytes,
         "prompt_text": started.prompt_text,
         "prompt_token_ids": list(started.prompt_ids),
         "text": trace.text,
@@ -44,8 +47,9 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "sampling": _sampling(started),
         "timing": _timing(trace, started, startup_s),
         "kv_cache": _kv_cache(trace, started),
+        "speculation": _speculation(trace, started),
         "notes": [*started.notes, *finished.notes],
-        "steps": [_step(step) for step in trace.steps],
+        "steps": [_step(step, drafts=started.speculation is not None) for step in trace.steps],
     }
     if isinstance(finished.error, LlminferError):
         document["error"] = error_fields(finished.error)
@@ -123,6 +127,7 @@ def _timing(trace: Trace, started: Started, startup_s: Mapping[str, float]) -> d
         "convert_s": startup_s.get("convert"),
         "load_s": started.load_s,
         "tokenize_s": started.tokenize_s,
+        "compile_s": started.compile_s,
         "ttft_s": trace.ttft_s,
         "prefill_s": trace.steps[0].forward_s if trace.steps else None,
         "prefill_tokens_per_s": trace.prefill_tokens_per_s,
@@ -157,7 +162,26 @@ def _kv_cache(trace: Trace, started: Started) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _speculation(trace: Trace, started: Started) -> dict[str, Any] | None:
+    if started.speculation is None:
+        return None
+    cache = trace.finished.draft_cache if trace.finished else None
+    return {
+        "kind": started.speculation.kind,
+        "draft_model": started.draft_model,
+        "draft_tokens": started.speculation.draft_tokens,
+        "drafted": trace.drafted,
+        "accepted": trace.accepted,
+        "acceptance_rate": trace.acceptance_rate,
+        "decode_forwards": trace.decode_forwards,
+        "tokens_per_forward": trace.tokens_per_forward,
+        "draft_cached_tokens": cache.cached_tokens if cache else None,
+        "draft_kv_predicted_bytes": cache.kv.total_bytes if cache and cache.kv else None,
+        "draft_kv_measured_bytes": cache.kv_bytes if cache else None,
+    }
+
+
+def _step(step: Step, *, drafts: bool) -> dict[str, Any]:
     return {
         "index": step.index,
         "token_id": step.token_id,
@@ -171,6 +195,7 @@ def _step(step: Step) -> dict[str, Any]:
         "at_s": step.at_s,
         "cached_tokens": step.cached_tokens,
         "kv_bytes": step.kv_bytes,
+        **({name: getattr(step, name) for name in _DRAFT_FIELDS} if drafts else {}),
         **({"top_logprobs": _alternatives(step)} if step.top_logprobs else {}),
     }
 

@@ -22,16 +22,18 @@ _HEADERS = (
     "cached",
     "KV bytes",
 )
+_DRAFT_HEADERS = ("accepted", "draft ms")
 _LEFT = frozenset({"text"})
 
 
-def step_table(steps: Sequence[Step]) -> Iterator[str]:
-    """The table's lines, the header first."""
-    rows = [_HEADERS, *(_cells(step) for step in steps)]
-    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(_HEADERS))]
+def step_table(steps: Sequence[Step], *, drafts: bool = False) -> Iterator[str]:
+    """The table's lines, the header first; with `drafts` what was drafted for each forward."""
+    headers = (*_HEADERS, *_DRAFT_HEADERS) if drafts else _HEADERS
+    rows = [headers, *((*_cells(step), *_draft_cells(step)) if drafts else _cells(step) for step in steps)]
+    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(headers))]
     for row in rows:
         padded = (
-            _pad(cell, width, left=header in _LEFT) for cell, width, header in zip(row, widths, _HEADERS, strict=True)
+            _pad(cell, width, left=header in _LEFT) for cell, width, header in zip(row, widths, headers, strict=True)
         )
         yield "  ".join(padded).rstrip()
 
@@ -48,13 +50,18 @@ def _cells(step: Step) -> tuple[str, ...]:
         str(step.token_id),
         escaped(step.token_text),
         f"{step.logprob:.3f}",
-        *(
-            f"{value_s * 1e3:.2f}"
-            for value_s in (step.forward_s, step.sampling_s, step.text_s, step.output_s, step.at_s)
-        ),
+        "-" if step.shared_forward else f"{step.forward_s * 1e3:.2f}",
+        *(f"{value_s * 1e3:.2f}" for value_s in (step.sampling_s, step.text_s, step.output_s, step.at_s)),
         str(step.cached_tokens),
         "-" if step.kv_bytes is None else str(step.kv_bytes),
     )
+
+
+def _draft_cells(step: Step) -> tuple[str, str]:
+    """Accepted of drafted, and the time; dashes for a token of the forward of a step before."""
+    if step.shared_forward:
+        return "-", "-"
+    return f"{step.accepted}/{step.drafted}", f"{step.draft_s * 1e3:.2f}"
 
 
 def _pad(cell: str, width: int, *, left: bool) -> str:

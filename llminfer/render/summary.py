@@ -39,7 +39,11 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
     if started is None or finished is None:
         return
     yield _line("model", *_model_parts(started))
+    if started.weights_bytes is not None:
+        yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held")
     before = {**startup_s, "tokenize": started.tokenize_s}
+    if started.compile_s is not None:
+        before["compile"] = started.compile_s
     yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
     yield from _speed_lines(trace, len(started.prompt_ids) - started.reused_tokens)
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
@@ -61,6 +65,8 @@ def turn_line(trace: Trace) -> Text:
         parts.append(f"TTFT {format_seconds(trace.ttft_s)}")
     if trace.decode_tokens_per_s is not None:
         parts.append(f"{trace.decode_tokens_per_s:.2f} tokens/s")
+    if trace.drafted:
+        parts.append(f"{trace.accepted} of {trace.drafted} drafted tokens accepted")
     if started is not None and finished is not None:
         parts.append(_stop_text(started, finished, len(trace.steps)))
     return _line("turn", *parts)
@@ -97,12 +103,35 @@ def _speed_lines(trace: Trace, prompt_tokens: int) -> Iterator[Text]:
         f"{trace.decode_tokens_per_s:.2f} tokens/s",
         f"TPOT {format_seconds(trace.tpot_s)}",
     )
+    yield from _speculation_lines(trace)
     yield _line("ITL", *ranks, f"worst {format_seconds(max(gaps))}")
     shares = (
         f"{name} {format_seconds(part_s / len(gaps))} ({part_s / trace.decode_s:.1%})"
         for name, part_s in trace.decode_parts_s().items()
     )
     yield _line("of TPOT", *shares)
+
+
+def _speculation_lines(trace: Trace) -> Iterator[Text]:
+    """How many of the drafts were right, and what a forward gave."""
+    started, finished = trace.started, trace.finished
+    if started is None or started.speculation is None or trace.tokens_per_forward is None:
+        return
+    accepted = f"{trace.accepted} of {trace.drafted} drafted tokens accepted"
+    if trace.acceptance_rate is not None:
+        accepted += f" ({trace.acceptance_rate:.1%})"
+    yield _line(
+        "drafts",
+        started.draft_model or started.speculation.kind,
+        accepted,
+        f"{trace.tokens_per_forward:.2f} tokens a forward, {trace.decode_forwards} forwards",
+    )
+    cache = finished.draft_cache if finished is not None else None
+    if cache is not None:
+        parts = [f"its own KV cache of {cache.cached_tokens} tokens"]
+        if cache.kv is not None:
+            parts.append(f"predicted {_bytes(cache.kv.total_bytes)}")
+        yield _line("", *parts, f"measured {_bytes(cache.kv_bytes)}")
 
 
 def _stop_text(started: Started, finished: Finished, tokens: int) -> str:

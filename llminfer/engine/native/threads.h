@@ -1,0 +1,114 @@
+// A pool of threads that run one function together and meet at barriers inside it.
+//
+// A parallel region per matrix costs more than a small matrix takes, so the whole decoder step is one
+// region. At a barrier a thread spins for a moment and then gives its core away, so that more threads
+// than free cores are slow and not stuck. Between regions the workers sleep.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+static inline void relax() { _mm_pause(); }
+#else
+static inline void relax() { std::this_thread::yield(); }
+#endif
+
+class Threads {
+ public:
+  // Never destroyed: a worker may sleep in it while the process ends.
+  static Threads& shared() {
+    static Threads* threads = new Threads;
+    return *threads;
+  }
+
+  int count() const { return count_; }
+
+  // How many threads run a region, the calling one included.
+  void resize(int count) {
+    std::lock_guard<std::mutex> turn(turn_);
+    count_ = count < 1 ? 1 : count;
+    while (static_cast<int>(workers_) < count_ - 1) std::thread(&Threads::work, this, ++workers_).detach();
+  }
+
+  // Run `region(thread)` on every thread; return when all have ended.
+  void run(const std::function<void(int)>& region) {
+    std::lock_guard<std::mutex> turn(turn_);
+    if (count_ == 1) return region(0);
+    running_.store(count_ - 1, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      region_ = &region;
+      active_ = count_;
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    region(0);
+    spin([&] { return running_.load(std::memory_order_acquire) == 0; });
+  }
+
+  // Inside a region: wait until all its threads are here.
+  void barrier() {
+    if (count_ == 1) return;
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+    } else {
+      spin([&] { return phase_.load(std::memory_order_acquire) != phase; });
+    }
+  }
+
+ private:
+  template <class Done>
+  static void spin(Done done) {
+    for (int tries = 0; !done(); ++tries) {
+      if (tries < 4000) {
+        relax();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+  void work(int number) {
+    unsigned seen = 0;
+    for (;;) {
+      const std::function<void(int)>* region = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        seen = generation_.load(std::memory_order_acquire);
+        if (number < active_) region = region_;
+      }
+      if (region == nullptr) continue;
+      (*region)(number);
+      running_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  int count_ = 1;
+  int workers_ = 0;
+  int active_ = 1;
+  std::mutex turn_, mutex_;
+  std::condition_variable wake_;
+  const std::function<void(int)>* region_ = nullptr;
+  std::atomic<unsigned> generation_{0};
+  std::atomic<int> running_{0};
+  std::atomic<int> arrived_{0};
+  std::atomic<unsigned> phase_{0};
+};
+
+// The share of `items` that is this thread's: a contiguous range.
+struct Range {
+  long begin, end;
+};
+
+static inline Range share(long items, int thread, int threads) {
+  return {items * thread / threads, items * (thread + 1) / threads};
+}

@@ -1,0 +1,408 @@
+"""Linear layers that hold their weights in another format, computed by kernels that torch has for CPUs.
+
+`TORCH_KERNELS` is the table of them: a format's name to the function that makes the layer. A layer
+computes `x @ weight.T + bias` in float32 for any number of tokens and says what it holds. For few
+tokens that is bound by the reading of the weight, so the packed kernels win; for many it is bound by
+arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time, for a
+float32 product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from torch.utils._pytree import tree_map
+
+# above so many tokens a dequantized product is faster than the kernels of int8 and int4
+FEW_TOKENS = 32
+# elements of a weight that are dequantized at a time
+_PIECE_ELEMENTS = 2**22
+INT4_GROUP = 32  # columns that share a scale and a zero point
+_VECTOR = 32  # columns that the int8 kernels may read at a time
+_HALF_ROWS = 16  # FBGEMM lays half-precision rows out in panels of so many
+
+
+class LazyWeight(Tensor):
+    """A float32 weight that is made when its values are asked for; its shape and type are there before.
+
+    Some models read no more of a layer's weight than its type, and an embedding no more than some rows.
+    `held_bytes` is what it is made from, where no module counts that.
+    """
+
+    held_bytes: int
+
+    _make: Callable[[], Tensor]
+    _rows: Callable[[Tensor], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        make: Callable[[], Tensor],
+        rows: Callable[[Tensor], Tensor],
+        *,
+        held_bytes: int = 0,
+    ) -> LazyWeight:
+        lazy: LazyWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
+        lazy._make, lazy._rows, lazy.held_bytes = make, rows, held_bytes
+        return lazy
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.embedding.default and isinstance(args[0], LazyWeight):
+            return args[0]._rows(args[1])
+        args, kwargs = tree_map(lambda value: value._make() if isinstance(value, LazyWeight) else value, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+class FixedModule(nn.Module):
+    """A module whose tensors are in the types that its format needs: moving and casting pass it by."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedModule:
+        return self
+
+
+class PackedLinear(FixedModule):
+    """A linear layer whose weight is held in a format of its own.
+
+    Attributes:
+        format: the name of the format, as in `params.WEIGHTS`.
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        finds_rows: whether single rows can be read cheaply, so that an embedding can share the weight.
+    """
+
+    format: str
+    finds_rows = True
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("bias", None if bias is None else bias.detach().float())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all that the layer holds: the packed weight with its scales, and the bias."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def dequantized(self) -> Tensor:
+        """The weight that the layer computes with, float32, shape [rows, columns]."""
+        raise NotImplementedError
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The weight's rows `ids`, float32, shape [*ids.shape, columns]."""
+        return self.dequantized()[ids]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, for code that reads it past the layer; made anew each time."""
+        return LazyWeight((self.out_features, self.in_features), self.dequantized, self.embedded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ weight.T + bias`, shape [..., columns] to [..., rows], in the type of `x`."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, format={self.format}"
+
+
+# makes the layer of a weight [rows, columns] and its bias [rows]
+Pack = Callable[[Tensor, Tensor | None], PackedLinear]
+
+
+class Float32Linear(PackedLinear):
+    """The weight as it is, laid out for oneDNN."""
+
+    format = "float32"
+    finds_rows = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        # an opaque tensor, which no buffer may be: it cannot be moved or saved
+        self._held = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float().contiguous(), None)
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + int(torch.ops.mkldnn._nbytes(self._held))
+
+    def dequantized(self) -> Tensor:
+        weight: Tensor = self._held.to_dense()
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.float(), self._held, self.bias, "none", [], "")
+        return y.to(x.dtype)
+
+
+class TiedFloat32Linear(PackedLinear):
+    """A weight that is an embedding's as well, left as it is: oneDNN computes from it too."""
+
+    format = "float32"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._held = weight.detach().float()
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes  # the weight is the embedding's
+
+    def dequantized(self) -> Tensor:
+        return self._held
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self._held[ids]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.float(), self._held, self.bias, "none", [], "")
+        return y.to(x.dtype)
+
+
+class HalfLinear(PackedLinear):
+    """Half-precision weights with float32 arithmetic, by FBGEMM."""
+
+    format = "float16"
+    finds_rows = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._held = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), self.bias)
+
+    @property
+    def held_bytes(self) -> int:
+        panels = -(-self.out_features // _HALF_ROWS)
+        return super().held_bytes + 2 * panels * _HALF_ROWS * self.in_features
+
+    def dequantized(self) -> Tensor:
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._held)[0]
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._held)
+        return y.to(x.dtype)
+
+
+class RowsLinear(PackedLinear):
+    """A format whose rows can be read: packed kernels for few tokens, dequantized rows for many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        y = self._few(flat) if len(flat) <= FEW_TOKENS else self._many(flat.float())
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def dequantized(self) -> Tensor:
+        return self._slice(0, self.out_features)
+
+    def _few(self, x: Tensor) -> Tensor:
+        """The product for few tokens, shape [tokens, columns] to [tokens, rows]."""
+        return self._many(x.float())
+
+    def _many(self, x: Tensor) -> Tensor:
+        """The same for many: some rows are dequantized at a time, so that memory stays bounded."""
+        step = max(_PIECE_ELEMENTS // self.in_features, 1)
+        step = -(-step // self._row_block()) * self._row_block()
+        pieces = []
+        for start in range(0, self.out_features, step):
+            stop = min(start + step, self.out_features)
+            bias = None if self.bias is None else self.bias[start:stop]
+            pieces.append(linear(x, self._slice(start, stop), bias))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+    def _row_block(self) -> int:
+        """Slices begin at multiples of this."""
+        return 1
+
+    def _slice(self, start: int, stop: int) -> Tensor:
+        """Rows from `start` to before `stop`, float32, shape [stop - start, columns]."""
+        raise NotImplementedError
+
+
+class PlainHalfLinear(RowsLinear):
+    """Half-precision weights where FBGEMM is missing: made float32 for each product."""
+
+    format = "float16"
+    held: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.register_buffer("held", weight.detach().half())
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.held[ids].float()
+
+    def _slice(self, start: int, stop: int) -> Tensor:
+        return self.held[start:stop].float()
+
+
+class Int8Linear(RowsLinear):
+    """Eight bits an element and a scale a row; for few tokens with bfloat16 activations."""
+
+    format = "int8"
+    held: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        # the kernel reads whole vectors of columns: others end in a crash or in wrong sums
+        weight = pad(weight.detach().float(), (0, -self.in_features % _VECTOR))
+        # the kernel wants bfloat16 scales: what is divided by is the rounded one
+        scales = _nonzero(weight.abs().amax(dim=1) / 127).bfloat16()
+        held = (weight / scales.float()[:, None]).round_().clamp_(-127, 127)
+        self.register_buffer("held", held.to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.held[ids][..., : self.in_features] * self.scales[ids].float()[..., None]
+
+    def _slice(self, start: int, stop: int) -> Tensor:
+        return self.held[start:stop, : self.in_features] * self.scales[start:stop].float()[:, None]
+
+    def _few(self, x: Tensor) -> Tensor:
+        x = pad(x.bfloat16(), (0, -self.in_features % _VECTOR)).contiguous()
+        y = torch._weight_int8pack_mm(x, self.held, self.scales).float()
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class Int4Linear(RowsLinear):
+    """Four bits an element, a scale and a zero point for 32 columns; for few tokens with bfloat16 activations.
+
+    The held bytes are what torch packs: panels of rows, in each a byte for two rows of a column.
+    Columns are padded to whole groups, rows to whole panels.
+    """
+
+    format = "int4"
+    held: Tensor
+    scales_and_zeros: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        panel = int4_panel() or _ANY_PANEL
+        rows, columns = weight.shape
+        self._columns = -(-columns // INT4_GROUP) * INT4_GROUP
+        weight = pad(weight.detach().float(), (0, self._columns - columns, 0, -rows % panel))
+        weight[:, columns:] = weight[:, columns - 1 : columns]  # zeros would widen the last group's range
+        grouped = weight.view(len(weight), -1, INT4_GROUP)
+        low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)
+        # the kernel computes (q - 8) · scale + zero with both in bfloat16: q is chosen for the rounded ones
+        scales = _nonzero((high - low) / 15).bfloat16()
+        zeros = (low + 8 * scales.float()).bfloat16()
+        quantized = ((grouped - zeros.float()[..., None]) / scales.float()[..., None]).add_(8).round_().clamp_(0, 15)
+        quantized = quantized.to(torch.int32).view(len(weight), -1)
+        self.register_buffer("held", _pack_int4(quantized, panel))
+        # [groups, rows, 2]
+        self.register_buffer("scales_and_zeros", torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous())
+        self._panel = panel
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        half = self._panel // 2
+        place = ids % self._panel
+        packed = self._panels()[ids // self._panel, :, place % half]  # [*ids, columns]
+        nibbles = torch.where((place < half)[..., None], packed & 15, packed >> 4)
+        scales, zeros = self.scales_and_zeros[:, ids].float().movedim(0, -2).unbind(dim=-1)
+        grouped = nibbles.view(*ids.shape, -1, INT4_GROUP).float().sub_(8)
+        weight = grouped.mul_(scales[..., None]).add_(zeros[..., None])
+        return weight.flatten(start_dim=-2)[..., : self.in_features]
+
+    def _row_block(self) -> int:
+        return self._panel
+
+    def _slice(self, start: int, stop: int) -> Tensor:
+        first, last = start // self._panel, -(-stop // self._panel)
+        packed = self._panels()[first:last].transpose(0, 1)  # [columns, panels, rows of a panel / 2]
+        # columns first, as they are held: the product takes the weight from either side
+        weight = torch.empty(self._columns, last - first, self._panel)
+        weight[..., : self._panel // 2] = packed & 15
+        weight[..., self._panel // 2 :] = packed >> 4
+        # [groups, 1, rows]
+        scales, zeros = self.scales_and_zeros[:, None, first * self._panel : last * self._panel].float().unbind(dim=-1)
+        grouped = weight.view(-1, INT4_GROUP, scales.shape[-1])
+        weight = torch.addcmul(zeros - 8 * scales, grouped, scales, out=grouped).flatten(0, 1).T
+        return weight[: stop - start, : self.in_features]
+
+    def _few(self, x: Tensor) -> Tensor:
+        if int4_panel() is None:
+            return super()._few(x)
+        x = pad(x.bfloat16(), (0, self._columns - self.in_features)).contiguous()
+        y = torch._weight_int4pack_mm_for_cpu(x, self.held, INT4_GROUP, self.scales_and_zeros)
+        y = y[:, : self.out_features].float()
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _panels(self) -> Tensor:
+        """The held bytes, shape [panels, columns, rows of a panel / 2]."""
+        return self.held.view(-1, self._columns, self._panel // 2)
+
+
+# rows of a panel where torch's own layout is one that we cannot read, and its kernel is not used
+_ANY_PANEL = 32
+
+
+@cache
+def int4_panel() -> int | None:
+    """Rows of a panel in the layout of torch's int4 weights on this CPU; None when it is another layout."""
+    probe = torch.arange(128 * INT4_GROUP, dtype=torch.int32).mul(7).remainder(13).view(128, INT4_GROUP)
+    packed = torch._convert_weight_to_int4pack_for_cpu(probe, 1)
+    return next((panel for panel in (32, 64, 128) if torch.equal(packed, _pack_int4_by_hand(probe, panel))), None)
+
+
+def _pack_int4(quantized: Tensor, panel: int) -> Tensor:
+    if int4_panel() is None:
+        return _pack_int4_by_hand(quantized, panel)
+    return torch._convert_weight_to_int4pack_for_cpu(quantized, 1)
+
+
+def _pack_int4_by_hand(quantized: Tensor, panel: int) -> Tensor:
+    rows, columns = quantized.shape
+    low, high = quantized.view(-1, panel, columns).transpose(1, 2).to(torch.uint8).chunk(2, dim=-1)
+    return (low | high << 4).reshape(rows, columns // 2)
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """Scales to divide by: a row of zeros has any."""
+    return scales.clamp_(min=torch.finfo(torch.bfloat16).tiny)
+
+
+def has_fbgemm() -> bool:
+    """Whether torch was built with FBGEMM, as it is for x86."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return (HalfLinear if has_fbgemm() else PlainHalfLinear)(weight, bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What computes with packed weights: for each format, what makes its layer.
+
+    Attributes:
+        make: format name to what packs a layer.
+        make_tied: the same for layers whose weight is an embedding's too, where that differs.
+        head_formats: the format of output layers, where it is another one.
+        least_size: rows and columns below which integer formats gain nothing.
+    """
+
+    make: Mapping[str, Pack]
+    make_tied: Mapping[str, Pack] = field(default_factory=dict)
+    head_formats: Mapping[str, str] = field(default_factory=dict)
+    least_size: int = 1
+
+
+# the output layer is where 4 bits cost most, and where files with 4-bit weights have more themselves
+HEAD_FORMATS: Mapping[str, str] = {"int4": "int8"}
+
+TORCH_KERNELS = Kernels(
+    make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
+    make_tied={"float32": TiedFloat32Linear},
+    head_formats=HEAD_FORMATS,
+    least_size=INT4_GROUP,
+)
