@@ -83,7 +83,9 @@ def load_with_draft(
     """The model, and the smaller one that drafts for it, which is loaded first: its vocabulary has to be the same."""
     with quick_start():
         name, checkpoint = _inspect(choice, startup_s)
-    small = replace(choice, model=draft_model, revision=None, tokenizer=None, execution=Execution())
+    small = replace(
+        choice, model=draft_model, revision=None, tokenizer=None, execution=replace(choice.execution, compiled=False)
+    )
     draft = load_model(small, startup_s, speculation=speculation)
     return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
 

@@ -68,6 +68,10 @@ class LoadedModel:
     weights_bytes: int | None = None
     way: Way | None = None
 
+    def way_for(self, options: CacheOptions) -> Way | None:
+        """How to feed the model over such a cache, None for its own way."""
+        return self.way if options.name == "growing" else None
+
 
 def load(
     checkpoint: Checkpoint,
@@ -153,11 +157,6 @@ def load(
         weights_bytes=held_bytes(model),
         way=prepared.way,
     )
-
-
-def way_for(loaded: LoadedModel, options: CacheOptions) -> Way | None:
-    """How to feed the model over such a cache, None for its own way."""
-    return loaded.way if options.name == "growing" else None
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -128,7 +128,8 @@ def _watched(model: Any) -> Iterator[set[int]]:
     read: set[int] = set()
     for module in modules:
         module.__dict__["_read"], module.__dict__["_inside"] = read, False
-        module.__class__ = _watching(type(module))
+        kind: Any = type(module)
+        module.__class__ = _watching(kind)
     try:
         yield read
     finally:
