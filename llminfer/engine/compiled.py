@@ -204,9 +204,10 @@ def _write_as_sum(graph: Any, node: Any) -> None:
     if any(size != 1 for size in leading):
         return
     with graph.inserting_before(node):
-        product = graph.call_method("sum", (graph.call_function(torch.mul, (matrix, row)), -1))
+        product = graph.call_function(torch.sum, (graph.call_function(torch.mul, (matrix, row)), -1))
         if bias is not None:
             product = graph.call_function(torch.add, (product, bias))
-        product = graph.call_method("reshape", (product, (*leading, -1)))
+        product = graph.call_function(torch.reshape, (product, (*leading, -1)))
+    product.meta.update(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from llminfer.kv.runtimes.llminfer import capacity
+from llminfer.kv.runtimes.llminfer import BLOCK_TOKENS, capacity
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -78,7 +78,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def advance(self, tokens: int) -> None:
         """Count `tokens` more as written behind `end`, in places that were reserved."""
         self.end += tokens
-        self._fit()
+        if not 0 <= self._places() - self.end < BLOCK_TOKENS:
+            self._fit()
 
     def get_seq_length(self) -> int:
         """Tokens of the sequence so far."""

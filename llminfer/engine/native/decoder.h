@@ -55,7 +55,6 @@ class Decoder {
     while (static_cast<int>(own_.size()) < all) own_.emplace_back(m_, queries_);
     ids_ = ids, count_ = count, position_ = position, threads_ = all;
     threads.run([&](int thread) { run(thread, logits, wanted); });
-    for (long l = 0; l < m_.layers; ++l) m_.layer[l].end += count;
   }
 
  private:

@@ -8,8 +8,9 @@ values with its growing cache, so transformers' forward and the native step cont
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -148,6 +149,14 @@ class Rotations:
         return torch.stack([cosines[0, :, :half], sines[0, :, :half]], dim=1).float().contiguous()
 
 
+@dataclass(kw_only=True)
+class _Known:
+    """The buffers of a layer's cache that the library was told of; they are not kept alive for it."""
+
+    keys: Callable[[], Tensor | None] = field(default=lambda: None)
+    values: Callable[[], Tensor | None] = field(default=lambda: None)
+
+
 class Decoder:
     """The native decoder of a model whose linear layers are packed.
 
@@ -199,7 +208,7 @@ class Decoder:
         self._embed(body.embed_tokens, model.lm_head)
         self._handle = library().decoder(ctypes.byref(self._model))
         self.most_tokens = int(library().most_tokens())
-        self._places: list[tuple[Any, Any]] = [(None, None)] * len(self._layers)
+        self._known = [_Known() for _ in self._layers]
         example = torch.empty(1, self._kv_heads, 0, self._head_dim)
         self._like = {"like_keys": example, "like_values": example}
 
@@ -214,14 +223,10 @@ class Decoder:
         """
         count = len(ids)
         self._reach(position + count)
-        for number, layer in enumerate(cache.layers):
+        for record, layer, known in zip(self._layers, cache.layers, self._known, strict=True):
             layer.reserve(count, **self._like)
-            record, buffers = self._layers[number], (layer.key_buffer, layer.value_buffer)
-            if buffers[0] is not self._places[number][0] or buffers[1] is not self._places[number][1]:
-                self._places[number] = buffers
-                record.keys, record.values = pointer(buffers[0]), pointer(buffers[1])
-                record.capacity = buffers[0].shape[-2]
-                record.window = getattr(layer, "sliding_window", 0)
+            if layer.key_buffer is not known.keys() or layer.value_buffer is not known.values():
+                self._place(record, layer, known)
             record.begin, record.end = layer.begin, layer.end
         logits = torch.empty(wanted, self.vocabulary)
         numbers = (ctypes.c_int64 * count)(*ids)
@@ -229,6 +234,13 @@ class Decoder:
         for layer in cache.layers:
             layer.advance(count)
         return logits
+
+    def _place(self, record: Any, layer: Any, known: _Known) -> None:
+        """Tell the library where a layer's keys and values are now."""
+        known.keys, known.values = weakref.ref(layer.key_buffer), weakref.ref(layer.value_buffer)
+        record.keys, record.values = pointer(layer.key_buffer), pointer(layer.value_buffer)
+        record.capacity = layer.key_buffer.shape[-2]
+        record.window = getattr(layer, "sliding_window", 0)
 
     def _reach(self, positions: int) -> None:
         grown = {kind for kind, rotation in self._rotations.items() if rotation.reach(positions)}
