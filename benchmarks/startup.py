@@ -4,13 +4,14 @@
 
 The barest script imports torch and the two Auto classes of transformers, loads the same converted
 checkpoint and its tokenizer, runs one forward over the same prompt and prints the most likely token.
-Each figure is the wall time of a whole process, a median over the rounds with its spread; the ratio
-is taken round by round.
+Each figure is a whole process's: its wall time, a median over the rounds with its spread, and the
+processor's time, which others on the machine disturb less. Ratios are taken round by round.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -32,30 +33,38 @@ print(tokenizer.decode([int(logits[0, -1].argmax())]))
 """
 
 
-def wall_s(command: list[str]) -> float:
-    """Seconds that a process takes from its start to its end."""
+def used_s(command: list[str]) -> tuple[float, float]:
+    """Seconds of wall time and of the processor that a process takes from its start to its end."""
     start_s = time.perf_counter()
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start_s
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - start_s
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in (0, 2):  # 2: the usage error
+        sys.exit(f"{command} ended with {process.returncode}")
+    return wall_s, usage.ru_utime + usage.ru_stime
 
 
-def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
-    """Wall times by name; every round runs all commands, and a first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in commands}
+def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and processor times by name; every round runs all commands, and a first round is not counted."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for number in range(rounds + 1):
         for name, command in commands.items():
-            duration_s = wall_s(command)
+            used = used_s(command)
             if number:
-                times[name].append(duration_s)
+                times[name].append(used)
     return times
 
 
-def report(times: dict[str, list[float]], base: str) -> None:
-    """A line per command: median, spread, and the median ratio to the base."""
+def report(times: dict[str, list[tuple[float, float]]], base: str) -> None:
+    """A line per command: median and spread of the wall time, the processor's time, and their ratios to the base."""
     for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, times[base], strict=True))
-        spread = f"({min(values):.3f} to {max(values):.3f})"
-        print(f"{name:<28} {statistics.median(values):7.3f} s  {spread}  {ratio:5.2f} × {base}")
+        pairs = list(zip(values, times[base], strict=True))
+        wall_ratio, processor_ratio = (statistics.median(a[i] / b[i] for a, b in pairs) for i in (0, 1))
+        walls, processor_s = [wall for wall, _ in values], statistics.median(used for _, used in values)
+        spread = f"({min(walls):.3f} to {max(walls):.3f})"
+        wall = f"{statistics.median(walls):7.3f} s  {spread:<19} {wall_ratio:5.2f} ×"
+        print(f"{name:<26} wall {wall}  processor {processor_s:6.3f} s {processor_ratio:5.2f} × {base}")
 
 
 def main() -> None:

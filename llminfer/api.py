@@ -52,7 +52,7 @@ def load(
         trust_remote_code: run Python code that the model's repository brings.
         weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
         engine: `transformers`, or `native` for our compiled step.
-        compiled: run the forward through torch.compile.
+        compiled: run each token after the prompt through torch.compile, over a static cache.
         progress: hears of a conversion: stage, done, in all.
 
     Raises:

@@ -203,7 +203,7 @@ class Execution:
     Attributes:
         weights: the format that linear layers hold their weights in; the checkpoint's own when not given.
         engine: `transformers` runs the model's own forward, `native` our compiled decoder step.
-        compiled: run the forward through torch.compile.
+        compiled: run each token after the prompt through torch.compile, over a static cache.
 
     Raises:
         UsageError: for an unknown format or engine, or options that do not go together.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -73,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     # all is said: Ctrl-C while the interpreter takes itself apart would only change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "torch" in sys.modules and not _is_watched():
+        _leave(code)
     sys.exit(code)
 
 
@@ -97,6 +101,30 @@ def run(arguments: list[str]) -> int:
             raise
         reason = (str(error).strip() or "no message").splitlines()[0]
         return _print_error(f"{type(error).__name__}: {reason}", "this is a fault of ours; --debug shows where", 1)
+
+
+def _is_watched() -> bool:
+    """Whether a debugger, profiler, coverage tool or thread still needs the interpreter's own way out."""
+    threads = any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    monitoring = getattr(sys, "monitoring", None)  # where Python has it, from 3.12 on
+    monitored = monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
+    return threads or monitored or sys.gettrace() is not None or sys.getprofile() is not None
+
+
+def _leave(code: int) -> None:
+    """End the process at once: to take torch and transformers apart, object by object, takes most of a second.
+
+    What others asked to be done at exit is done, and what was written is out. Returns when it is not,
+    so that the interpreter can say so in its own way.
+    """
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
 
 
 def report(error: LlminferError) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -66,8 +67,9 @@ def load_model(
 
     A model that cannot have the `cache`, or not with `speculation`, is refused before its weights are read.
     """
-    name, checkpoint = _inspect(choice, startup_s)
-    return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation)
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+        return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation)
 
 
 def load_with_draft(
@@ -79,8 +81,11 @@ def load_with_draft(
     speculation: Speculation,
 ) -> tuple[LoadedModel, LoadedModel]:
     """The model, and the smaller one that drafts for it, which is loaded first: its vocabulary has to be the same."""
-    name, checkpoint = _inspect(choice, startup_s)
-    small = replace(choice, model=draft_model, revision=None, tokenizer=None, execution=Execution())
+    with quick_start():
+        name, checkpoint = _inspect(choice, startup_s)
+    small = replace(
+        choice, model=draft_model, revision=None, tokenizer=None, execution=replace(choice.execution, compiled=False)
+    )
     draft = load_model(small, startup_s, speculation=speculation)
     return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
 
@@ -188,6 +193,24 @@ def timed(name: str, startup_s: dict[str, float]) -> Iterator[None]:
     start_s = time.perf_counter()
     yield
     startup_s[name] = startup_s.get(name, 0.0) + time.perf_counter() - start_s
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Import, convert and load without looking for garbage: what comes in stays for as long as the process does.
+
+    Looking through it again and again takes a tenth of the time. Only for the first import of torch: a
+    process that has it already may hold garbage that this would keep.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,15 @@ BOOKKEEPING = frozenset({"_sliding_window_tensor", "cumulative_length", "indexer
 MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 # caches that hold nothing outside their layers; a model's own subclass may
 WHOLE_CACHES = frozenset({DynamicCache, GrowingCache, StaticCache, WindowCache})
+# all tensors of layers of exactly these classes: what is weighed after every step is not searched for
+_KEYS_AND_VALUES, _BUFFERS = attrgetter("keys", "values"), attrgetter("key_buffer", "value_buffer")
+LAYER_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
+    DynamicLayer: _KEYS_AND_VALUES,
+    DynamicSlidingWindowLayer: _KEYS_AND_VALUES,
+    GrowingLayer: _BUFFERS,
+    GrowingSlidingLayer: _BUFFERS,
+    WindowLayer: _KEYS_AND_VALUES,
+}
 # their windows can keep what leaves them until the next crop; exact classes
 _SLIDING = (DynamicSlidingWindowLayer, GrowingSlidingLayer)
 # quanto's tensors: packed data, scale and shift of groups, each possibly a shell again
@@ -94,13 +104,17 @@ def module_states(modules: Sequence[Any]) -> list[Any]:
     return [value for module in modules for name, value in vars(module).items() if name in MODULE_STATES]
 
 
-def cache_bytes(cache: object) -> int:
+def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors in a cache, views counted at their own size, one under two names once.
 
     Of buffers that are written in place all places count, also those that hold nothing yet.
     """
-    distinct = {id(tensor): tensor for tensor in cache_tensors(cache)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+    tensors: list[Tensor | None] = []
+    for part in cache.layers if type(cache) in WHOLE_CACHES else (cache,):
+        read = LAYER_TENSORS.get(type(part), cache_tensors)
+        tensors.extend(read(part))
+    distinct = dict(zip(map(id, tensors), tensors, strict=True))
+    return sum(tensor.nbytes for tensor in distinct.values() if tensor is not None)
 
 
 def cache_tensors(holder: object) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -194,6 +195,7 @@ def build_checkpoint(
                 warnings = build(temporary)
                 _write_manifest(temporary, source=source, digest=digest, warnings=warnings)
                 _move_into_place(temporary, folder)
+                _remove_older(folder, digest)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             return folder
@@ -255,6 +257,42 @@ def _remove_leftovers(folder: Path) -> None:
             continue
         with suppress(Timeout, OSError), FileLock(_lock_path(owner), timeout=0):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove_older(folder: Path, digest: str) -> None:
+    """Remove what older versions made of the same file; one that is locked is being made anew, and stays.
+
+    An older installation that lives on converts once more. It removes nothing newer, so the two do not
+    take turns.
+    """
+    for path in folder.parent.glob(f"*/{MANIFEST_NAME}"):
+        other = path.parent
+        if other == folder or other.name.startswith(".") or not _is_older(path, digest):
+            continue
+        with suppress(Timeout, OSError), FileLock(_lock_path(other), timeout=0):
+            # aside first, so that no reader sees it shrink
+            aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{other.name}.", suffix=".tmp"))
+            os.rename(other, aside / "old")
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_older(path: Path, digest: str) -> bool:
+    """Whether a manifest is of a conversion of the same file by versions none of which is newer than ours."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["digest"] != digest:
+            return False
+        stated, ours = manifest["versions"], shaping_versions()
+        theirs = [manifest["format"], *(_numbers(stated[name]) for name in ours)]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    here = [CONVERSION_FORMAT, *(_numbers(found) for found in ours.values())]
+    return theirs != here and all(a <= b for a, b in zip(theirs, here, strict=True))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """A version to compare with: `5.24.0` is (5, 24, 0), one that is not installed ()."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def _write_manifest(folder: Path, *, source: str, digest: str, warnings: tuple[str, ...]) -> None:

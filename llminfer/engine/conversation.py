@@ -18,7 +18,7 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
 from llminfer.engine.device import synchronizer
 from llminfer.engine.forward import Forward, make_forward
-from llminfer.engine.load import LoadedModel, way_for
+from llminfer.engine.load import LoadedModel
 from llminfer.engine.prompt import Prompt, encode_messages
 from llminfer.engine.run import effective_sampling, run_prompt
 from llminfer.engine.speculate import Drafting, make_drafting
@@ -135,7 +135,7 @@ class Conversation:
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
         options = CacheOptions(kind=self._cache)
-        forward = make_forward(self._loaded.model, options=options, way=way_for(self._loaded, options))
+        forward = make_forward(self._loaded.model, options=options, way=self._loaded.way_for(options))
         self._forward = _PacedForward(forward, self._way)
         return self._forward, 0, notes
 

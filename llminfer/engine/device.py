@@ -62,11 +62,21 @@ def choose_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> tu
         return DTYPES[name], None
     if checkpoint not in DTYPES.values():  # float64, or an 8-bit type that only quantized layers compute in
         return torch.float32, f"float32, since the checkpoint's {_short(checkpoint)} is no type to compute in"
-    if checkpoint is torch.float32 or _fast(checkpoint, device):
+    if checkpoint is torch.float32 or computes_fast(checkpoint, device):
         return checkpoint, None
     if device.type == "cpu":
         return torch.float32, f"float32, since this CPU has no fast {_short(checkpoint)}"
     return torch.float16, f"float16, since {device} has no {_short(checkpoint)}"
+
+
+def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has instructions for a 16-bit type, so that it is no slower than float32."""
+    if device.type != "cpu":
+        return dtype is not torch.bfloat16 or _computes_bfloat16(device)
+    # an older torch cannot tell, so there float32 is what is surely fast
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    wanted = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
+    return any(capabilities.get(name) for name in wanted)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
@@ -93,15 +103,6 @@ def device_name(device: torch.device) -> str:
         return f"Apple {platform.processor() or 'GPU'}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()} CPU, {capability}"
-
-
-def _fast(dtype: torch.dtype, device: torch.device) -> bool:
-    if device.type != "cpu":
-        return dtype is not torch.bfloat16 or _computes_bfloat16(device)
-    # an older torch cannot tell, so there float32 is what is surely fast
-    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    wanted = ("avx512_bf16", "amx_bf16", "bf16") if dtype is torch.bfloat16 else ("avx512_fp16", "amx_fp16")
-    return any(capabilities.get(name) for name in wanted)
 
 
 def _computes_bfloat16(device: torch.device) -> bool:

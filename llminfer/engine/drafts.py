@@ -15,7 +15,7 @@ from llminfer.engine.cache import keep_past
 from llminfer.engine.continuation import exact_length
 from llminfer.engine.forward import Forward, make_forward
 from llminfer.errors import GenerationFailed
-from llminfer.params import MAX_DRAFT_TOKENS
+from llminfer.params import MAX_DRAFT_TOKENS, CacheOptions
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -152,7 +152,8 @@ class DraftModel:
 
     def __init__(self, draft: LoadedModel, vocabulary: int) -> None:
         """`vocabulary` is how many ids the model has that checks the drafts."""
-        self.forward: Forward = make_forward(draft.model)
+        options = CacheOptions(kind=draft.execution.default_cache)
+        self.forward: Forward = make_forward(draft.model, options=options, way=draft.way_for(options))
         lengths = (draft.context_limit, exact_length(draft.model.config))
         self._longest = min((length for length in lengths if length is not None), default=None)
         self._usable = min(vocabulary, text_config(draft.model.config).vocab_size)

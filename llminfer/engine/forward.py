@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -216,7 +217,7 @@ class PieceForward:
 class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
-    __slots__ = ("_keyword_arguments", "_model", "ids")
+    __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
     kv_bytes = None
     cache = None
     notes: tuple[str, ...] = ()
@@ -225,6 +226,7 @@ class UncachedForward:
         self._model = model
         self.ids = list(cached_ids)
         self._keyword_arguments = static_arguments(model, use_cache=False)
+        self._accepts_positions = "position_ids" in forward_parameters(model)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         return self.last(new_ids, 1)
@@ -232,7 +234,7 @@ class UncachedForward:
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         ids = _tensor([*self.ids, *new_ids], self._model.device)
         arguments = _keeping(count, self._keyword_arguments)
-        if "position_ids" in forward_parameters(self._model):
+        if self._accepts_positions:
             arguments["position_ids"] = _positions(ids, 0)
         logits = _last_logits(self._model(input_ids=ids, **arguments), count)
         self.ids.extend(new_ids)
@@ -249,6 +251,7 @@ class PlainForward:
     __slots__ = (
         "_accepts_positions",
         "_cache",
+        "_device",
         "_ids",
         "_keyword_arguments",
         "_model",
@@ -262,6 +265,7 @@ class PlainForward:
         self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
     ) -> None:
         self._model, self._step = model, step or model
+        self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._keyword_arguments = static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
@@ -278,7 +282,7 @@ class PlainForward:
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
             return self._uncached.last(new_ids, count)
-        ids = _tensor(new_ids, self._model.device)
+        ids = _tensor(new_ids, self._device)
         arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         self._torn = True
         run = self._step if self._ids and len(new_ids) == 1 else self._model
@@ -316,7 +320,9 @@ class PlainForward:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes([self.cache, module_states(self._stateful)])
+        if self.cache is None:
+            return None
+        return cache_bytes([self.cache, module_states(self._stateful)] if self._stateful else self.cache)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -338,12 +344,13 @@ class WindowForward(PlainForward):
 class PreparedForward:
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_torn", "_uncached")
+    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_sequence", "_torn", "_uncached")
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
+        self._sequence = _tensor(self._ids, model.device)
         self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
         self._kwargs = self._first_kwargs()
         self._torn = False
@@ -356,7 +363,7 @@ class PreparedForward:
         if self._uncached is not None:
             return self._uncached.last(new_ids, count)
         first = not self._ids
-        ids = _tensor([*self._ids, *new_ids], self._model.device)
+        ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
         if self._accepts_positions and (len(new_ids) > 1 or "position_ids" not in self._kwargs):
             made_from = {name: value for name, value in self._kwargs.items() if name not in ("cache", "position_ids")}
@@ -379,6 +386,16 @@ class PreparedForward:
         self._torn = False
         self._ids.extend(new_ids)
         return _last_logits(outputs, count)
+
+    def _extended(self, new_ids: Sequence[int]) -> Tensor:
+        """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
+        fed, tokens = len(self._ids), len(self._ids) + len(new_ids)
+        if tokens > self._sequence.shape[-1]:
+            longer = self._sequence.new_empty(1, 2 * tokens)
+            longer[:, :fed] = self._sequence[:, :fed]
+            self._sequence = longer
+        self._sequence[:, fed:tokens] = _tensor(new_ids, self._sequence.device)
+        return self._sequence[:, :tokens]
 
     def _first_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True}
@@ -429,7 +446,7 @@ def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
 
 def _tensor(ids: Sequence[int], device: torch.device) -> Tensor:
     """The ids as a batch of one, shape [1, tokens]."""
-    return torch.tensor([ids], dtype=torch.long, device=device)
+    return torch.from_numpy(np.array([ids], dtype=np.int64)).to(device)
 
 
 def _positions(ids: Tensor, start: int) -> Tensor:

@@ -25,6 +25,7 @@ from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.engine.forward import Way
 from llminfer.engine.packing import held_bytes
 from llminfer.engine.speculate import check_speculation, check_vocabularies
+from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
@@ -66,6 +67,10 @@ class LoadedModel:
     execution: Execution = field(default_factory=Execution)
     weights_bytes: int | None = None
     way: Way | None = None
+
+    def way_for(self, options: CacheOptions) -> Way | None:
+        """How to feed the model over such a cache, None for its own way."""
+        return self.way if options.name == "growing" else None
 
 
 def load(
@@ -125,6 +130,7 @@ def load(
         read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
         model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
         prepared = prepare_execution(model, execution, name or checkpoint.folder.name)
+        product_notes = widen_slow_products(model)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
         name=name or checkpoint.folder.name,
@@ -141,6 +147,7 @@ def load(
             *((f"dtype {dtype_note}",) if dtype_note else ()),
             *weight_notes,
             *prepared.notes,
+            *product_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
         ),
@@ -150,11 +157,6 @@ def load(
         weights_bytes=held_bytes(model),
         way=prepared.way,
     )
-
-
-def way_for(loaded: LoadedModel, options: CacheOptions) -> Way | None:
-    """How to feed the model over such a cache, None for its own way."""
-    return loaded.way if options.name == "growing" else None
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:

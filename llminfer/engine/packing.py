@@ -78,6 +78,7 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
         for embedding in embeddings:
             copied_bytes += _share(embedding, packed)
         sharing.clear()  # which lets go of what was replaced
+        head = None if linear is head else head
     after_bytes = held_bytes(model)
     kept_bytes = after_bytes - packed_bytes
     return Packing(
@@ -127,7 +128,8 @@ def _watched(model: Any) -> Iterator[set[int]]:
     read: set[int] = set()
     for module in modules:
         module.__dict__["_read"], module.__dict__["_inside"] = read, False
-        module.__class__ = _watching(type(module))
+        kind: Any = type(module)
+        module.__class__ = _watching(kind)
     try:
         yield read
     finally:

@@ -39,6 +39,7 @@ from transformers.cache_utils import (
 
 from llminfer.engine.cache import WHOLE_CACHES
 from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
+from llminfer.engine.checkpoint_cache import file_digest
 from llminfer.engine.forward import Forward
 from llminfer.engine.growing_cache import GrowingLayer, GrowingSlidingLayer
 from llminfer.engine.load import LoadedModel
@@ -194,17 +195,15 @@ def _digest(folder: Path) -> str:
 
 @lru_cache(maxsize=4)
 def _files_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Once a process for the same sizes and times: a run asks when it reads and again when it writes."""
+    """Once a process for the same sizes and times: a run asks when it reads and again when it writes.
+
+    Each file is hashed once as long as it stays as it is: the cache folder keeps an index of digests.
+    """
     paths, whole = [path for path, _, _ in files], hashlib.sha256()
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for path, digest in zip(paths, pool.map(_file_digest, paths), strict=True):
+        for path, digest in zip(paths, pool.map(file_digest, paths), strict=True):
             whole.update(f"{path.name}\0{digest}\n".encode())
     return whole.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # What is in it

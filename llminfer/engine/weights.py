@@ -39,7 +39,7 @@ class LazyWeight(Tensor):
 
     _make: Callable[[], Tensor]
     _rows: Callable[[Tensor], Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -55,7 +55,7 @@ class LazyWeight(Tensor):
         return lazy
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a bound method
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.embedding.default and isinstance(args[0], LazyWeight):
@@ -397,8 +397,12 @@ class Kernels:
     least_size: int = 1
 
 
+# the output layer is where 4 bits cost most, and where files with 4-bit weights have more themselves
+HEAD_FORMATS: Mapping[str, str] = {"int4": "int8"}
+
 TORCH_KERNELS = Kernels(
     make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
     make_tied={"float32": TiedFloat32Linear},
+    head_formats=HEAD_FORMATS,
     least_size=INT4_GROUP,
 )

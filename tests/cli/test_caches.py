@@ -31,6 +31,7 @@ RUN = ("--raw", "-t", "0", "-n", "5", "--ignore-eos", "--dtype", "float32")
         ("--prompt-cache", "no/such/folder/x"),
         ("--prompt-cache", "."),
         ("--num-samples", "2", "--cache", "static"),
+        ("--num-samples", "2", "--cache", "growing"),
         ("--num-samples", "2", "--kv-window", "64"),
         ("--num-samples", "2", "--prompt-cache", "x"),
     ],
@@ -57,6 +58,7 @@ def test_a_missing_quantizer_is_told_before_anything_loads(run_cli: Cli, monkeyp
     ("arguments", "kind"),
     [
         ((), "dynamic"),
+        (("--cache", "growing"), "growing"),
         (("--cache", "static"), "static"),
         (("--kv-window", "8"), "window"),
         (("--prefill-chunk", "3"), "dynamic"),

@@ -180,8 +180,9 @@ def test_reset_and_system_begin_anew(chat: Chat) -> None:
     assert f"{FIRST_PROMPT - 1} tokens reused" in err
 
 
-def test_stats_show_the_cache_predicted_and_measured(chat: Chat, tiny_llama: Path) -> None:
-    code, _, err = chat("/stats\nx\ny\n/stats\n", model=tiny_llama)
+@pytest.mark.parametrize("kind", ["dynamic", "growing"])
+def test_stats_show_the_cache_predicted_and_measured(chat: Chat, tiny_llama: Path, kind: str) -> None:
+    code, _, err = chat("/stats\nx\ny\n/stats\n", "--cache", kind, model=tiny_llama)
     assert code == 2
     assert "error: nothing was answered yet" in err
     cache = next(line for line in err.splitlines() if line.startswith("KV cache"))

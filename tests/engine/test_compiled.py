@@ -23,6 +23,8 @@ from llminfer.engine.load import LoadedModel, load
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.events import Trace
 from llminfer.params import CacheOptions, Execution, StopCriteria
+from llminfer.render.document import run_document
+from llminfer.render.summary import summary
 from tests.engine.test_cache_kinds import fresh, prompt_of
 from tests.engine.test_forward import steps_of
 from tests.engine.test_parity import reference_ids
@@ -138,6 +140,8 @@ def test_compiling_is_left_out_of_the_clock(monkeypatch: pytest.MonkeyPatch, tin
     assert trace.started is not None
     assert trace.started.compile_s == 100
     assert trace.ttft_s == 0
+    assert run_document(trace, {})["timing"]["compile_s"] == 100
+    assert any("compile 100" in line.plain for line in summary(trace, {}))
     assert trace.started.tokenize_s == 0
 
 

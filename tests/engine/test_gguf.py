@@ -335,6 +335,47 @@ def test_what_a_killed_run_left_is_removed_but_not_what_is_being_written(tiny: P
     assert names_in(checkpoints) == sorted([".alive.x1.tmp", folder.name])
 
 
+@pytest.mark.parametrize(
+    ("theirs", "stays"),
+    [
+        ({"transformers": "5.9.1"}, False),
+        ({"transformers": "5.30.0"}, True),  # a newer installation's
+        ({"transformers": "5.9.1", "gguf": "9.0.0"}, True),  # neither older nor newer
+        ({}, True),  # of the same versions, with other generation defaults
+    ],
+)
+def test_what_older_versions_made_of_the_same_file_is_removed(
+    theirs: dict[str, str], stays: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {"gguf": "0.17.1", "tokenizers": "0.22.0", "transformers": "5.24.0"}
+    other = _conversion("d", "other", {**ours, **theirs}, monkeypatch)
+    another_file = _conversion("e", "another", {**ours, "transformers": "5.0.0"}, monkeypatch)
+    new = _conversion("d", "new", ours, monkeypatch)
+    assert read_manifest(new) is not None
+    assert (read_manifest(other) is not None) is stays
+    assert read_manifest(another_file) is not None
+    assert not list(new.parent.glob(".*.tmp"))
+
+
+def test_what_older_versions_made_stays_while_it_is_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = _conversion("d", "old", {"transformers": "5.9.1"}, monkeypatch)
+    with FileLock(old.with_name(f".{old.name}.lock")):
+        _conversion("d", "new", {"transformers": "5.24.0"}, monkeypatch)
+    assert read_manifest(old) is not None
+
+
+def _conversion(digest: str, name: str, versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conversion that these versions made."""
+    monkeypatch.setattr(checkpoint_cache, "shaping_versions", lambda: versions)
+
+    def build(into: Path) -> tuple[str, ...]:
+        (into / "model.safetensors").write_bytes(b"weights")
+        return ()
+
+    folder = checkpoint_cache.cache_folder() / "checkpoints" / name
+    return checkpoint_cache.build_checkpoint(folder, build, source="s", digest=digest)
+
+
 @pytest.mark.parametrize("damage", ["cut weights", "no manifest", "broken manifest", "another format"])
 def test_a_damaged_checkpoint_is_made_again(damage: str, tiny: Path) -> None:
     folder = checkpoint_for_gguf(tiny)

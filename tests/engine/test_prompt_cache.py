@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llminfer.engine import prompt_cache
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.load import LoadedModel, load
 from llminfer.engine.run import generate
@@ -69,7 +70,7 @@ def succeeded(finished: Finished) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"kind": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, {"kind": "growing"}, {"kind": "static"}], ids=["dynamic", "growing", "static"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_longer_prompt_feeds_its_new_ids_alone(
     loaded: Any, tmp_path: Path, model_type: str, options: dict[str, str]
@@ -115,7 +116,11 @@ class Fixed:
         return getattr(self._tokenizer, name)
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "static"}, {"window": 128}], ids=["dynamic", "static", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "growing"}, {"kind": "static"}, {"window": 128}],
+    ids=["dynamic", "growing", "static", "window"],
+)
 @pytest.mark.parametrize("other", ["A prompt that is longer", "A prompt", "B", LONG + " More.", LONG])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_the_longest_common_prefix_is_reused(
@@ -338,3 +343,26 @@ def test_the_real_model_reuses_a_long_prompt(smollm: Any, tmp_path: Path) -> Non
     assert ids_of(steps) == expected
     assert finished.kv is not None
     assert finished.kv.total_bytes == steps[-1].kv_bytes
+
+
+def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMINFER_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"weights")
+    digest = prompt_cache._digest(folder)
+    opened, usual = [], Path.open
+
+    def noted(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        opened.append(path)
+        return usual(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", noted)
+    prompt_cache._files_digest.cache_clear()  # as another process would begin
+    assert prompt_cache._digest(folder) == digest
+    assert weights not in opened
+    weights.write_bytes(b"WEIGHTS")
+    assert prompt_cache._digest(folder) != digest
+    assert weights in opened

@@ -32,6 +32,7 @@ def test_windows_are_kept_as_each_runtime_keeps_them() -> None:
     assert sizes(windows, 100) == {
         "transformers": (3 * 7 + 100) * 128,  # 15488
         "transformers-static": (3 * 8 + 100) * 128,  # 15872
+        "llminfer": 4 * 256 * 128,
         "vllm": (3 * (7 + 1) * 16 + 7 * 16) * 128,  # min(7 + 2048, 100) tokens are 7 blocks, and one more
         "llama.cpp": 4 * 256 * 128,
         "ideal": (3 * 8 + 100) * 128,
@@ -55,11 +56,36 @@ def test_a_window_of_one_keeps_everything_in_transformers() -> None:
     assert footprint(model(attention(2, 16, window=1)), tokens=50).total_bytes == 50 * 128
 
 
+def test_a_growing_layer_has_whole_blocks_and_a_window_stops_growing() -> None:
+    full, window = model(attention(2, 16)), model(attention(2, 16, window=1000))
+
+    def of(layers: ModelKV, tokens: int) -> int:
+        return footprint(layers, tokens=tokens, runtime="llminfer").total_bytes // 128
+
+    assert [of(full, tokens) for tokens in (0, 1, 256, 257, 8192, 8193)] == [0, 256, 256, 512, 8192, 8448]
+    # 999 kept tokens and 128 to shift by are five blocks
+    assert [of(window, tokens) for tokens in (256, 1000, 1025, 1281, 10**6)] == [256, 1024, 1280, 1280, 1280]
+    assert of(model(attention(2, 16, window=1)), 600) == 768
+    found = footprint(full, tokens=300, runtime="llminfer")
+    assert (found.bytes_per_token, found.block_tokens) == (128, 256)
+
+
+def test_what_growing_layers_do_not_hold_is_not_in_blocks() -> None:
+    indexed = LayerKV(
+        kind="latent", tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="indexer", heads=1, dim=8))
+    )
+    hybrid = LayerKV(kind="hybrid", tensors=attention(2, 16).tensors, states=recurrent(64, 4, 16).states)
+    assert footprint(model(indexed), tokens=10, runtime="llminfer").total_bytes == (256 * 32 + 10 * 8) * 2
+    both = footprint(model(hybrid), tokens=10)
+    assert footprint(model(hybrid), tokens=10, runtime="llminfer").total_bytes == both.total_bytes
+
+
 def test_states_have_their_own_type_and_columns_in_each_runtime() -> None:
     states = model(recurrent(64, 4, 16))
     assert sizes(states, 10) == {
         "transformers": 64 * 4 * 2 + 64 * 16 * 4,
         "transformers-static": 64 * 4 * 2 + 64 * 16 * 4,
+        "llminfer": 64 * 4 * 2 + 64 * 16 * 4,
         "vllm": 64 * 3 * 2 + 64 * 16 * 2,
         "llama.cpp": 64 * 3 * 4 + 64 * 16 * 4,
         "ideal": 64 * 3 * 2 + 64 * 16 * 2,
@@ -111,7 +137,8 @@ def test_latents_are_one_head_in_every_runtime_that_keeps_them() -> None:
     per_token = {name: size // 256 for name, size in sizes(of, 256).items() if name != "transformers-quantized"}
     assert set(per_token.values()) == {240}
     other = model(latent, model_type="minicpm3")
-    assert set(sizes(other, 256)) == {"transformers", "transformers-static", "transformers-quantized", "ideal"}
+    transformers = {"transformers", "transformers-static", "transformers-quantized"}
+    assert set(sizes(other, 256)) == {*transformers, "llminfer", "ideal"}
 
 
 def test_vllm_raises_the_attention_block_until_a_state_fits_its_page() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llminfer.engine.native.library import FORMATS, MatrixRecord, library, pointer
-from llminfer.engine.weights import Kernels, PackedLinear
+from llminfer.engine.weights import HEAD_FORMATS, Kernels, PackedLinear
 
 GROUP_ROWS = 8  # rows are packed in groups of so many
 
@@ -105,9 +105,4 @@ def _empty(kind: str, rows: int, columns: int) -> Tensor:
     return packed.zero_()
 
 
-# With int4 the output layer has int8 weights: it is where 4 bits cost most, and where files with 4-bit weights
-# have more themselves.
-NATIVE_KERNELS = Kernels(
-    make={kind: partial(_pack_as, kind) for kind in FORMATS},
-    head_formats={"int4": "int8"},
-)
+NATIVE_KERNELS = Kernels(make={kind: partial(_pack_as, kind) for kind in FORMATS}, head_formats=HEAD_FORMATS)

@@ -15,12 +15,15 @@ from llminfer.kv.runtimes.records import (
     Runtime,
     each_layer,
     per_token_terms,
+    refuse,
 )
 from llminfer.kv.runtimes.transformers_dynamic import kept_tokens, layer_bytes
 
 BLOCK_TOKENS = 256
 # a window's buffer has so many places more than the window keeps, at least, and shifts no oftener
 SHIFT_TOKENS = 128
+# model types with a cache of their own, in which no layer can be replaced
+OWN_CACHES = frozenset({"blt", "minimax", "reformer", "rwkv", "xlnet", "xlstm"})
 # the tensors that growing layers hold
 _BUFFERED = frozenset({"k", "v", "latent", "rope_key"})
 _NOT_GROWING = frozenset({"compressed", "sparse_blocks"})
@@ -42,6 +45,8 @@ def capacity(tokens: int, window: int | None) -> int:
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """Whole blocks for every growing layer; what transformers keeps for the others."""
+    if model.model_type in OWN_CACHES:
+        raise refuse("llminfer's growing cache", model, f"{model.model_type} models make a cache of their own")
     return Allocation(layers=each_layer(layers, lambda layer: _layer(layer, request)), block_tokens=BLOCK_TOKENS)
 
 
