@@ -7,11 +7,11 @@ past the layer. What is read is not guessed from names: a short run of the model
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def _watched(model: Any) -> Iterator[set[int]]:
     read: set[int] = set()
     for module in modules:
         module.__dict__["_read"], module.__dict__["_inside"] = read, False
-        module.__class__ = _watching(type(module))
+        module.__class__ = _watching(cast(Hashable, type(module)))
     try:
         yield read
     finally:
@@ -165,10 +165,10 @@ _HARMLESS = frozenset(
 
 
 @cache
-def _watching(kind: type[nn.Module]) -> type[nn.Module]:
+def _watching(kind: Any) -> type[nn.Module]:
     """A kind of layer that notes who reads its weight."""
 
-    class Watching(kind):  # type: ignore[misc, valid-type]
+    class Watching(kind):  # type: ignore[misc]
         def __getattr__(self, name: str) -> Any:
             value = super().__getattr__(name)
             if name != "weight" or self.__dict__["_inside"]:

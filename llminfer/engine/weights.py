@@ -39,7 +39,8 @@ class LazyWeight(Tensor):
 
     _make: Callable[[], Tensor]
     _rows: Callable[[Tensor], Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch's own way to leave the Python level out, which its types do not know
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -55,7 +56,7 @@ class LazyWeight(Tensor):
         return lazy
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's types lack the function that is dispatched
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.embedding.default and isinstance(args[0], LazyWeight):
