@@ -51,10 +51,9 @@ class Decoder {
   // Feed `count` ids, the first at `position`; the last `wanted` of them give logits, [wanted][vocabulary].
   void step(const int64_t* ids, long count, long position, float* logits, long wanted) {
     Threads& threads = Threads::shared();
-    const int all = threads.count();
-    while (static_cast<int>(own_.size()) < all) own_.emplace_back(m_, queries_);
-    ids_ = ids, count_ = count, position_ = position, threads_ = all;
-    threads.run([&](int thread) { run(thread, logits, wanted); });
+    while (static_cast<int>(own_.size()) < threads.most()) own_.emplace_back(m_, queries_);
+    ids_ = ids, count_ = count, position_ = position;
+    threads.run([&](int thread) { run(thread, threads.count(), logits, wanted); });
   }
 
  private:
@@ -71,7 +70,8 @@ class Decoder {
     IntegerStore integers;
   };
 
-  void run(int thread, float* logits, long wanted) {
+  void run(int thread, int team, float* logits, long wanted) {
+    threads_ = team;  // the same on every thread
     Own& own = own_[thread];
     look_up(own);
     for (long l = 0; l < m_.layers; ++l) {
@@ -374,5 +374,5 @@ class Decoder {
   std::vector<Own> own_;
   const int64_t* ids_ = nullptr;
   long count_ = 0, position_ = 0;
-  int threads_ = 1;
+  std::atomic<int> threads_{1};
 };

@@ -9,7 +9,7 @@
 extern "C" {
 
 // Raise it whenever a record or a function here changes.
-int32_t llminfer_abi() { return 1; }
+int32_t llminfer_abi() { return 2; }
 
 // What the vector code was compiled to.
 const char* llminfer_vectors() {
@@ -25,6 +25,11 @@ const char* llminfer_vectors() {
 }
 
 void llminfer_threads(int32_t count) { Threads::shared().resize(count); }
+
+// GOMP_parallel and omp_get_num_threads of the OpenMP that torch runs on.
+void llminfer_openmp(void* parallel, void* team_size) {
+  Threads::shared().use(reinterpret_cast<Threads::Parallel>(parallel), reinterpret_cast<Threads::TeamSize>(team_size));
+}
 
 int64_t llminfer_packed_bytes(int32_t format, int64_t rows, int64_t columns) {
   return groups_of(rows) * group_bytes(format, columns);

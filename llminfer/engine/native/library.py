@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from llminfer.engine.native.build import native_library
 from llminfer.errors import LlminferError
 
-ABI = 1
+ABI = 2
 FORMATS = {"float32": 0, "float16": 1, "int8": 2, "int4": 3}
 NORMS = {"rms": 0, "centred": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -84,6 +85,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "abi": (c_int32, ()),
     "vectors": (c_char_p, ()),
     "threads": (None, (c_int32,)),
+    "openmp": (None, (c_void_p, c_void_p)),
     "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "advise": (None, (c_void_p, c_int64)),
     "pack": (None, (_MATRIX, c_void_p)),
@@ -126,7 +128,17 @@ def library() -> Library:
     except OSError as error:
         raise LlminferError(f"cannot load {path}: {error}", hint="delete it: it is built again") from error
     loaded.threads(torch.get_num_threads())
+    _share_threads(loaded)
     return loaded
+
+
+def _share_threads(loaded: Library) -> None:
+    """Let the library run on the threads of torch's GNU OpenMP, where torch has one."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")):
+        openmp = ctypes.CDLL(str(path))
+        functions = (openmp.GOMP_parallel, openmp.omp_get_num_threads)
+        loaded.openmp(*(ctypes.cast(function, c_void_p) for function in functions))
+        return
 
 
 def pointer(tensor: Tensor | None) -> int | None:

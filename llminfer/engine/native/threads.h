@@ -2,7 +2,11 @@
 //
 // A parallel region per matrix costs more than a small matrix takes, so the whole decoder step is one
 // region. At a barrier a thread spins for a moment and then gives its core away, so that more threads
-// than free cores are slow and not stuck. Between regions the workers sleep.
+// than free cores are slow and not stuck.
+//
+// Where torch runs on GNU OpenMP, its threads are the pool: two pools would wait for each other's cores,
+// since OpenMP's threads spin for a while after their work. Elsewhere the workers are our own and sleep
+// between regions.
 #pragma once
 
 #include <atomic>
@@ -27,19 +31,37 @@ class Threads {
     return *threads;
   }
 
-  int count() const { return count_; }
+  // The most threads that run a region.
+  int most() const { return count_; }
+
+  // Inside a region: the threads that run it.
+  int count() const { return team_.load(std::memory_order_relaxed); }
 
   // How many threads run a region, the calling one included.
   void resize(int count) {
     std::lock_guard<std::mutex> turn(turn_);
     count_ = count < 1 ? 1 : count;
-    while (static_cast<int>(workers_) < count_ - 1) std::thread(&Threads::work, this, ++workers_).detach();
+  }
+
+  // GNU OpenMP's entry points: run a function on so many threads, and how many they are inside.
+  typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+  typedef int (*TeamSize)();
+  void use(Parallel parallel, TeamSize team_size) {
+    std::lock_guard<std::mutex> turn(turn_);
+    parallel_ = parallel, team_size_ = team_size;
   }
 
   // Run `region(thread)` on every thread; return when all have ended.
   void run(const std::function<void(int)>& region) {
     std::lock_guard<std::mutex> turn(turn_);
+    team_.store(count_, std::memory_order_relaxed);
     if (count_ == 1) return region(0);
+    if (parallel_ != nullptr) {
+      region_ = &region;
+      ticket_.store(0, std::memory_order_relaxed);
+      return parallel_(&Threads::enter, this, static_cast<unsigned>(count_), 0);
+    }
+    while (workers_ < count_ - 1) std::thread(&Threads::work, this, ++workers_).detach();
     running_.store(count_ - 1, std::memory_order_relaxed);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -54,9 +76,10 @@ class Threads {
 
   // Inside a region: wait until all its threads are here.
   void barrier() {
-    if (count_ == 1) return;
+    const int team = count();
+    if (team == 1) return;
     const unsigned phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == team) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
     } else {
@@ -74,6 +97,13 @@ class Threads {
         std::this_thread::yield();
       }
     }
+  }
+
+  // On a thread of OpenMP's, which may be fewer than were asked for.
+  static void enter(void* threads) {
+    Threads& self = *static_cast<Threads*>(threads);
+    self.team_.store(self.team_size_(), std::memory_order_relaxed);
+    (*self.region_)(self.ticket_.fetch_add(1, std::memory_order_acq_rel));
   }
 
   void work(int number) {
@@ -94,6 +124,10 @@ class Threads {
 
   int count_ = 1;
   int workers_ = 0;
+  Parallel parallel_ = nullptr;
+  TeamSize team_size_ = nullptr;
+  std::atomic<int> team_{1};
+  std::atomic<int> ticket_{0};
   int active_ = 1;
   std::mutex turn_, mutex_;
   std::condition_variable wake_;
