@@ -79,15 +79,16 @@ class Decoder {
       project(layer, own, thread);
       threads().barrier();
       attend(layer, own, thread);
-      threads().barrier();
+      meet(layer.output, thread);
       mix(layer, own, thread);
-      threads().barrier();
+      ask_for(layer.up, thread, team);
+      meet(layer.gate, thread);
       add(mixed_.data(), layer.attention_out, own);
       gate(layer, own, thread);
-      threads().barrier();
+      meet(layer.down, thread);
       const Vectors gated = prepare(layer.down, gated_.data(), m_.intermediate, own);
       rows_of(layer.down, gated, count_, mixed_.data(), m_.hidden, thread);
-      threads().barrier();
+      meet(l + 1 < m_.layers ? m_.layer[l + 1].query : m_.head, thread);
       add(mixed_.data(), layer.mlp_out, own);
     }
     const long first = count_ - wanted;
@@ -99,6 +100,12 @@ class Decoder {
   }
 
   Threads& threads() { return Threads::shared(); }
+
+  // Wait for the other threads, with the beginning of what comes next on its way.
+  void meet(const Matrix& next, int thread) {
+    ask_for(next, thread, threads_);
+    threads().barrier();
+  }
 
   void look_up(Own& own) {
     for (long t = 0; t < count_; ++t) {
@@ -220,7 +227,7 @@ class Decoder {
           const long oldest = layer.window > 0 ? std::max(first, layer.end + t + 1 - layer.window) : first;
           if (oldest >= last) continue;
           for (long g = 0; g < group; ++g)
-            attend_tile(keys + oldest * d, values + oldest * d, last - oldest, t, h * group + g, own);
+            attend_tile(keys + oldest * d, values + oldest * d, last - oldest, t, h * group + g, g == 0, own);
         }
     }
   }
@@ -237,8 +244,10 @@ class Decoder {
     }
   }
 
-  // Softmax over tiles with a running maximum (Milakov and Gimelshein, 2018).
-  void attend_tile(const float* keys, const float* values, long tokens, long t, long head, Own& own) const {
+  // Softmax over tiles with a running maximum (Milakov and Gimelshein, 2018). The first head of a group asks for
+  // the values while it works on the keys.
+  void attend_tile(const float* keys, const float* values, long tokens, long t, long head, bool first,
+                   Own& own) const {
     const long d = m_.head_dim;
     const float* query = own.query.data() + t * queries_ + head * d;
     alignas(32) float scores[TILE_TOKENS];
@@ -246,6 +255,11 @@ class Decoder {
     for (long i = 0; i < tokens; ++i) {
       float8 even = {}, odd = {};
       const float* key = keys + i * d;
+      if (first)
+        for (long at = 0; at < d; at += 16) {
+          __builtin_prefetch(values + i * d + at);
+          __builtin_prefetch(key + TILE_TOKENS / 4 * d + at);
+        }
       long c = 0;
       for (; c + 16 <= d; c += 16) {
         even += load8(key + c) * load8(query + c);

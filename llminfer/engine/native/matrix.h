@@ -23,6 +23,8 @@
 enum Format : int32_t { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
 constexpr long GROUP = 8, BLOCK = 32;
+// bytes that weights are asked for before they are used, as measured: integers take longer to work on
+constexpr long FLOAT_AHEAD = 1024, INTEGER_AHEAD = 4096;
 constexpr long INT8_BLOCK_BYTES = 16 + GROUP * BLOCK, INT4_BLOCK_BYTES = 32 + GROUP * BLOCK / 2;
 
 struct Matrix {
@@ -102,7 +104,7 @@ static inline void times_floats(const float* w, const Vectors& x, long first, lo
   for (int t = 0; t < T; ++t) from[t] = x.values + (first + t) * x.stride;
   long c = 0;
   for (; c + 2 <= columns; c += 2) {
-    __builtin_prefetch(w + c * GROUP + 512);
+    __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / 4);
     const float8 w0 = load8(w + c * GROUP), w1 = load8(w + (c + 1) * GROUP);
     for (int t = 0; t < T; ++t) {
       even[t] += w0 * from[t][c];
@@ -121,7 +123,7 @@ static inline void times_halves(const uint16_t* w, const Vectors& x, long first,
   for (int t = 0; t < T; ++t) from[t] = x.values + (first + t) * x.stride;
   long c = 0;
   for (; c + 2 <= columns; c += 2) {
-    __builtin_prefetch(w + c * GROUP + 1024);
+    __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / 2);
     const float8 w0 = load8_half(w + c * GROUP), w1 = load8_half(w + (c + 1) * GROUP);
     for (int t = 0; t < T; ++t) {
       even[t] += w0 * from[t][c];
@@ -189,10 +191,10 @@ static inline void times_int8(const uint8_t* w, const Vectors& x, long first, lo
   const long blocks = blocks_of(columns);
   float8 total[T] = {};
   for (long b = 0; b < blocks; ++b, w += INT8_BLOCK_BYTES) {
-    __builtin_prefetch(w + 2048);
-    __builtin_prefetch(w + 2048 + 64);
-    __builtin_prefetch(w + 2048 + 128);
-    __builtin_prefetch(w + 2048 + 192);
+    __builtin_prefetch(w + INTEGER_AHEAD);
+    __builtin_prefetch(w + INTEGER_AHEAD + 64);
+    __builtin_prefetch(w + INTEGER_AHEAD + 128);
+    __builtin_prefetch(w + INTEGER_AHEAD + 192);
     const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
     Sums even[T], odd[T];
     for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
@@ -215,9 +217,9 @@ static inline void times_int4(const uint8_t* w, const Vectors& x, long first, lo
   const long blocks = blocks_of(columns);
   float8 total[T] = {};
   for (long b = 0; b < blocks; ++b, w += INT4_BLOCK_BYTES) {
-    __builtin_prefetch(w + 1280);
-    __builtin_prefetch(w + 1280 + 64);
-    __builtin_prefetch(w + 1280 + 128);
+    __builtin_prefetch(w + INTEGER_AHEAD);
+    __builtin_prefetch(w + INTEGER_AHEAD + 64);
+    __builtin_prefetch(w + INTEGER_AHEAD + 128);
     const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
     const float8 minimum = load8_half(reinterpret_cast<const uint16_t*>(w) + 8);
     Sums even[T], odd[T];
@@ -256,6 +258,15 @@ static inline void put(const Matrix& m, long row, float8 value, float* y) {
   float lanes[GROUP];
   store8(lanes, value);
   for (long r = 0; r < filled; ++r) y[row + r] = lanes[r] + (m.bias ? m.bias[row + r] : 0.0f);
+}
+
+// Ask for the beginning of a thread's share of a matrix, so that it is on its way while the thread waits for others.
+static inline void ask_for(const Matrix& m, int thread, int threads) {
+  const long bytes = group_bytes(m.format, m.columns);
+  const Range mine = share(groups_of(m.rows), thread, threads);
+  const uint8_t* from = m.data + mine.begin * bytes;
+  const long wanted = std::min<long>(INTEGER_AHEAD, (mine.end - mine.begin) * bytes);
+  for (long at = 0; at < wanted; at += 64) __builtin_prefetch(from + at);
 }
 
 // Groups [begin, end) of the rows times `count` vectors, for few vectors: weights are read from memory once.
