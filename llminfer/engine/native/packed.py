@@ -86,7 +86,7 @@ def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
         kind: one of `FORMATS`.
     """
     rows, columns = weight.shape
-    packed = _empty(kind, rows, columns)
+    packed = _ARENA.take(library().packed_bytes(FORMATS[kind], rows, columns))
     layer = NativeLinear(packed, bias, kind=kind, rows=rows, columns=columns)
     values = weight.detach().to(torch.float32).contiguous()
     library().pack(ctypes.byref(layer.record), values.data_ptr())
@@ -97,12 +97,39 @@ def _pack_as(kind: str, weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return pack(weight, bias, kind)
 
 
-def _empty(kind: str, rows: int, columns: int) -> Tensor:
-    """Room for packed weights, zeros, on huge pages where the system gives them."""
-    size_bytes = library().packed_bytes(FORMATS[kind], rows, columns)
-    packed = torch.empty(size_bytes, dtype=torch.uint8)
-    library().advise(packed.data_ptr(), size_bytes)
-    return packed.zero_()
+class _Arena:
+    """Room for packed weights in large pieces on huge pages, where the system gives them.
+
+    Most matrices are smaller than a huge page; one after another they share them, and a step through all
+    of them translates few addresses.
+    """
+
+    __slots__ = ("_piece", "_used")
+
+    def __init__(self) -> None:
+        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, size_bytes: int) -> Tensor:
+        """So many bytes, zeros, at a multiple of `_ALIGNMENT`; the piece that they are from lives as long as they do."""
+        if self._used + size_bytes > len(self._piece):
+            self._piece, self._used = _huge(max(size_bytes, _PIECE_BYTES)), 0
+        taken = self._piece[self._used : self._used + size_bytes]
+        self._used += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        return taken.zero_()
+
+
+_ARENA = _Arena()
+_PIECE_BYTES = 1 << 25
+_HUGE_PAGE_BYTES = 1 << 21
+_ALIGNMENT = 64
+
+
+def _huge(size_bytes: int) -> Tensor:
+    """Bytes that start with a huge page."""
+    whole = torch.empty(size_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    library().advise(whole.data_ptr() + start, size_bytes)
+    return whole[start : start + size_bytes]
 
 
 NATIVE_KERNELS = Kernels(make={kind: partial(_pack_as, kind) for kind in FORMATS}, head_formats=HEAD_FORMATS)
