@@ -110,7 +110,7 @@ class _Arena:
         self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def take(self, size_bytes: int) -> Tensor:
-        """So many bytes, zeros, at a multiple of `_ALIGNMENT`; the piece that they are from lives as long as they do."""
+        """So many bytes, zeros, `_ALIGNMENT` apart; the piece that they are from lives as long as they do."""
         if self._used + size_bytes > len(self._piece):
             self._piece, self._used = _huge(max(size_bytes, _PIECE_BYTES)), 0
         taken = self._piece[self._used : self._used + size_bytes]
