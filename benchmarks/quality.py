@@ -1,6 +1,6 @@
 """What a format of weights costs in quality: its predictions against those of float32, on a text.
 
-    python benchmarks/quality.py [--model MODEL] [--formats float16,int8,int4] [--tokens N] [--prefill] [--json]
+    python benchmarks/quality.py [--formats float16,int8,int4] [--engine native] [--tokens N] [--prefill] [--json]
 
 The text is `benchmarks/quality.txt`. Every token of it is fed in turn, whatever the model would have
 said (teacher forcing), by the kernels that decode; with `--prefill` all at once, by those that prefill.
@@ -18,14 +18,14 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llminfer import load
 from llminfer.engine.forward import make_forward
-from llminfer.params import WEIGHTS
+from llminfer.engine.load import LoadedModel
+from llminfer.params import ENGINES, WEIGHTS, CacheOptions
 from llminfer.units import format_bytes
 
 TEXT = Path(__file__).with_name("quality.txt")
@@ -44,13 +44,14 @@ class Quality:
     top1: float
 
 
-def predictions(model: Any, ids: list[int], *, prefill: bool) -> Tensor:
+def predictions(loaded: LoadedModel, ids: list[int], *, prefill: bool) -> Tensor:
     """Log-probabilities after each id, float32, shape [ids, vocabulary]."""
     with torch.inference_mode():
         if prefill:
-            logits: Tensor = model(input_ids=torch.tensor([ids])).logits[0]
+            logits: Tensor = loaded.model(input_ids=torch.tensor([ids])).logits[0]
         else:
-            forward = make_forward(model)
+            options = CacheOptions(kind=loaded.execution.default_cache)
+            forward = make_forward(loaded.model, options=options, way=loaded.way_for(options))
             logits = torch.cat([forward([token_id]) for token_id in ids])
         return logits.float().log_softmax(dim=-1)
 
@@ -69,15 +70,16 @@ def compare(name: str, weights_bytes: int, got: Tensor, expected: Tensor, ids: l
     )
 
 
-def measure(model: str | None, formats: list[str], tokens: int, *, prefill: bool) -> list[Quality]:
+def measure(model: str | None, formats: list[str], tokens: int, *, engine: str, prefill: bool) -> list[Quality]:
     """The figures of float32 as it is, then of each format."""
     rows: list[Quality] = []
     expected: Tensor | None = None
     ids: list[int] = []
     for name in (REFERENCE, *formats):
-        loaded = load(model, dtype="float32", weights=None if name == REFERENCE else name)
+        packed = {} if name == REFERENCE else {"weights": name, "engine": engine}
+        loaded = load(model, dtype="float32", **packed)
         ids = ids or loaded.tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"][:tokens]
-        got = predictions(loaded.model, ids, prefill=prefill)
+        got = predictions(loaded, ids, prefill=prefill)
         expected = got if expected is None else expected
         rows.append(compare(name, loaded.weights_bytes or 0, got, expected, ids))
         del loaded  # so that two models are never held at once
@@ -101,6 +103,9 @@ def main() -> None:
     parser.add_argument("--model", help="a folder, a .gguf file or a Hub id; the built-in model when not given")
     parser.add_argument("--formats", default=",".join(WEIGHTS), help="which to compare, by comma")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the text (default 256)")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="transformers", help="whose kernels (default transformers)"
+    )
     parser.add_argument("--prefill", action="store_true", help="feed all at once, as a prompt is")
     parser.add_argument("--json", action="store_true", help="one JSON document in place of the table")
     chosen = parser.parse_args()
@@ -109,11 +114,13 @@ def main() -> None:
         parser.error(f"--formats {unknown[0]}: unknown, one of {', '.join(WEIGHTS)}")
     if chosen.tokens < 2:
         parser.error("--tokens must be at least 2")
-    rows = measure(chosen.model, formats, chosen.tokens, prefill=chosen.prefill)
+    rows = measure(chosen.model, formats, chosen.tokens, engine=chosen.engine, prefill=chosen.prefill)
     if chosen.json:
-        print(json.dumps({"tokens": chosen.tokens, "prefill": chosen.prefill, "rows": [asdict(row) for row in rows]}))
+        stated = {"tokens": chosen.tokens, "engine": chosen.engine, "prefill": chosen.prefill}
+        print(json.dumps({**stated, "rows": [asdict(row) for row in rows]}))
     else:
-        report(rows, chosen.tokens, "all at once" if chosen.prefill else "one at a time")
+        how = "all at once" if chosen.prefill else "one at a time"
+        report(rows, chosen.tokens, f"{how}, on {chosen.engine} kernels")
 
 
 if __name__ == "__main__":
