@@ -18,7 +18,7 @@ from llminfer.engine import run as run_module
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.clock import Clock
 from llminfer.engine.compiled import CompiledStep, check_compiled, compile_step, compiled_room
-from llminfer.engine.forward import make_forward
+from llminfer.engine.forward import PlainForward, make_forward
 from llminfer.engine.load import LoadedModel, load
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.events import Trace
@@ -67,7 +67,8 @@ def run_of(loaded: LoadedModel, text: str = "Hello there", tokens: int = 6, **op
 
 def tokens_of(model: Any, step: CompiledStep, room: int, prompt: list[int], count: int) -> list[int]:
     with torch.inference_mode():  # as a run does
-        forward = make_forward(model, options=CacheOptions(kind="static"), max_tokens=room, step=step.call)
+        way = partial(PlainForward, step=step.call)
+        forward = make_forward(model, options=CacheOptions(kind="static"), max_tokens=room, way=way)
     return [step.token_id for step in steps_of(forward, prompt, count)]
 
 
