@@ -50,6 +50,7 @@ class Started:
     reused_tokens: int = 0
     speculation: Speculation | None = None
     draft_model: str | None = None
+    engine: str = "transformers"
     weights: str | None = None
     weights_bytes: int | None = None
     compile_s: float | None = None

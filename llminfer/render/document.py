@@ -30,6 +30,7 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "model": started.model,
         "device": {"name": started.device, "hardware": started.device_name, "threads": started.threads},
         "dtype": started.dtype,
+        "engine": started.engine,
         "weights": started.weights,
         "weights_bytes": started.weights_bytes,
         "prompt_text": started.prompt_text,

@@ -40,7 +40,8 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
         return
     yield _line("model", *_model_parts(started))
     if started.weights_bytes is not None:
-        yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held")
+        engine = () if started.engine == "transformers" else (f"{started.engine} engine",)
+        yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held", *engine)
     before = {**startup_s, "tokenize": started.tokenize_s}
     if started.compile_s is not None:
         before["compile"] = started.compile_s

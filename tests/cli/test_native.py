@@ -36,6 +36,7 @@ def test_the_tokens_are_those_of_transformers(run_cli: Cli, tiny_llama: Path) ->
     native = document(run_cli, "once upon a time", "--model", tiny_llama, *RUN, "--engine", "native")
     assert native["token_ids"] == plain["token_ids"]
     assert native["kv_cache"]["kind"] == "growing"
+    assert (plain["engine"], native["engine"], native["weights"]) == ("transformers", "native", "float32")
     assert native["kv_cache"]["predicted_bytes"] == native["kv_cache"]["measured_bytes"] > 0
     assert any("native step" in note for note in native["notes"])
 
