@@ -72,6 +72,8 @@ def tokens_of(model: Any, step: CompiledStep, room: int, prompt: list[int], coun
     return [step.token_id for step in steps_of(forward, prompt, count)]
 
 
+# torch warns of what its own compiler does with BLOOM's activation
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("model_type", "length"),
     [
