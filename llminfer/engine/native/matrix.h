@@ -186,69 +186,61 @@ static inline void columns_of(Pairs pairs, float8* even, float8* odd) {
 }
 #endif
 
-// The integer formats take R groups of rows at once, `bytes` apart, so that a vector's integers are spread once
-// for all of them; out is [group][vector].
-template <int T, int R>
-static inline void times_int8(const uint8_t* w, long bytes, const Vectors& x, long first, long columns, float8* out) {
+template <int T>
+static inline void times_int8(const uint8_t* w, const Vectors& x, long first, long columns, float8* out) {
   const long blocks = blocks_of(columns);
-  float8 total[R * T] = {};
+  float8 total[T] = {};
   for (long b = 0; b < blocks; ++b, w += INT8_BLOCK_BYTES) {
-    Sums even[R * T], odd[R * T];
-    for (int i = 0; i < R * T; ++i) even[i] = odd[i] = no_sums();
-    for (int r = 0; r < R; ++r)
-      for (long at = 0; at < 256; at += 64) __builtin_prefetch(w + r * bytes + INTEGER_AHEAD + at);
-    for (int p = 0; p < 16; p += 2)
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* q = w + r * bytes + 16 + p * 16;
-        const Pairs w0 = pairs_int8(q), w1 = pairs_int8(q + 16);
-        for (int t = 0; t < T; ++t) {
-          const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
-          even[r * T + t] = add_product(even[r * T + t], w0, values);
-          odd[r * T + t] = add_product(odd[r * T + t], w1, values + 2);
-        }
+    __builtin_prefetch(w + INTEGER_AHEAD);
+    __builtin_prefetch(w + INTEGER_AHEAD + 64);
+    __builtin_prefetch(w + INTEGER_AHEAD + 128);
+    __builtin_prefetch(w + INTEGER_AHEAD + 192);
+    const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
+    Sums even[T], odd[T];
+    for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
+    for (int p = 0; p < 16; p += 2) {
+      const Pairs w0 = pairs_int8(w + 16 + p * 16), w1 = pairs_int8(w + 32 + p * 16);
+      for (int t = 0; t < T; ++t) {
+        const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
+        even[t] = add_product(even[t], w0, values);
+        odd[t] = add_product(odd[t], w1, values + 2);
       }
-    for (int r = 0; r < R; ++r) {
-      const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w + r * bytes));
-      for (int t = 0; t < T; ++t)
-        total[r * T + t] += (to_floats(even[r * T + t]) + to_floats(odd[r * T + t])) *
-                            (scale * x.scales[(first + t) * blocks + b]);
     }
+    for (int t = 0; t < T; ++t)
+      total[t] += (to_floats(even[t]) + to_floats(odd[t])) * (scale * x.scales[(first + t) * blocks + b]);
   }
-  for (int i = 0; i < R * T; ++i) out[i] = total[i];
+  for (int t = 0; t < T; ++t) out[t] = total[t];
 }
 
-template <int T, int R>
-static inline void times_int4(const uint8_t* w, long bytes, const Vectors& x, long first, long columns, float8* out) {
+template <int T>
+static inline void times_int4(const uint8_t* w, const Vectors& x, long first, long columns, float8* out) {
   const long blocks = blocks_of(columns);
-  float8 total[R * T] = {};
+  float8 total[T] = {};
   for (long b = 0; b < blocks; ++b, w += INT4_BLOCK_BYTES) {
-    Sums even[R * T], odd[R * T];
-    for (int i = 0; i < R * T; ++i) even[i] = odd[i] = no_sums();
-    for (int r = 0; r < R; ++r)
-      for (long at = 0; at < 192; at += 64) __builtin_prefetch(w + r * bytes + INTEGER_AHEAD + at);
-    for (int p = 0; p < 4; ++p)
-      for (int r = 0; r < R; ++r) {
-        Pairs pairs[4];
-        pairs_int4(w + r * bytes + 32 + p * 32, pairs);
-        for (int t = 0; t < T; ++t) {
-          const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
-          even[r * T + t] = add_product(even[r * T + t], pairs[0], values);
-          odd[r * T + t] = add_product(odd[r * T + t], pairs[1], values + 8);
-          even[r * T + t] = add_product(even[r * T + t], pairs[2], values + 16);
-          odd[r * T + t] = add_product(odd[r * T + t], pairs[3], values + 24);
-        }
-      }
-    for (int r = 0; r < R; ++r) {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(w + r * bytes);
-      const float8 scale = load8_half(halves), minimum = load8_half(halves + 8);
+    __builtin_prefetch(w + INTEGER_AHEAD);
+    __builtin_prefetch(w + INTEGER_AHEAD + 64);
+    __builtin_prefetch(w + INTEGER_AHEAD + 128);
+    const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
+    const float8 minimum = load8_half(reinterpret_cast<const uint16_t*>(w) + 8);
+    Sums even[T], odd[T];
+    for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
+    for (int p = 0; p < 4; ++p) {
+      Pairs pairs[4];
+      pairs_int4(w + 32 + p * 32, pairs);
       for (int t = 0; t < T; ++t) {
-        const long at = (first + t) * blocks + b;
-        total[r * T + t] += (to_floats(even[r * T + t]) + to_floats(odd[r * T + t])) * (scale * x.scales[at]) +
-                            minimum * x.sums[at];
+        const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
+        even[t] = add_product(even[t], pairs[0], values);
+        odd[t] = add_product(odd[t], pairs[1], values + 8);
+        even[t] = add_product(even[t], pairs[2], values + 16);
+        odd[t] = add_product(odd[t], pairs[3], values + 24);
       }
     }
+    for (int t = 0; t < T; ++t) {
+      const long at = (first + t) * blocks + b;
+      total[t] += (to_floats(even[t]) + to_floats(odd[t])) * (scale * x.scales[at]) + minimum * x.sums[at];
+    }
   }
-  for (int i = 0; i < R * T; ++i) out[i] = total[i];
+  for (int t = 0; t < T; ++t) out[t] = total[t];
 }
 
 template <int T>
@@ -256,8 +248,8 @@ static inline void times(const Matrix& m, const uint8_t* group, const Vectors& x
   switch (m.format) {
     case FLOAT32: return times_floats<T>(reinterpret_cast<const float*>(group), x, first, m.columns, out);
     case FLOAT16: return times_halves<T>(reinterpret_cast<const uint16_t*>(group), x, first, m.columns, out);
-    case INT8: return times_int8<T, 1>(group, 0, x, first, m.columns, out);
-    default: return times_int4<T, 1>(group, 0, x, first, m.columns, out);
+    case INT8: return times_int8<T>(group, x, first, m.columns, out);
+    default: return times_int4<T>(group, x, first, m.columns, out);
   }
 }
 
@@ -281,18 +273,7 @@ static inline void ask_for(const Matrix& m, int thread, int threads) {
 // y is [vector][stride], the matrix's row 0 at y[0].
 static void multiply_few(const Matrix& m, long begin, long end, const Vectors& x, long count, float* y, long stride) {
   const long bytes = group_bytes(m.format, m.columns);
-  long g = begin;
-  if (count == 1 && takes_integers(m.format))
-    for (; g + 2 <= end; g += 2) {
-      float8 out[2];
-      if (m.format == INT8) {
-        times_int8<1, 2>(m.data + g * bytes, bytes, x, 0, m.columns, out);
-      } else {
-        times_int4<1, 2>(m.data + g * bytes, bytes, x, 0, m.columns, out);
-      }
-      for (int r = 0; r < 2; ++r) put(m, (g + r) * GROUP, out[r], y);
-    }
-  for (; g < end; ++g) {
+  for (long g = begin; g < end; ++g) {
     const uint8_t* group = m.data + g * bytes;
     float8 out[4];
     long first = 0;
