@@ -1,13 +1,14 @@
 """What a decode step costs, and what memory, against the context: ours and model.generate()'s, interleaved.
 
-    python benchmarks/growth.py [--model FOLDER] [--contexts 64,512,8192] [--rounds N] [--steps N] [--json]
+    python benchmarks/growth.py [--model FOLDER] [--contexts 64,512,8192] [--rounds N] [--steps N] [--native] [--json]
 
 At each context the caches are filled with the same random keys and values, since a prefill would
 take long and cost nothing else. Then every round runs a few real steps of each contender from
-there: our loop with the growing cache and with transformers' dynamic one, and `model.generate()`
-itself, timed between the tokens that it hands to its streamer. Figures are medians; a slope is a
-least-squares fit of them over the contexts. A step at which the growing cache moves to larger
-buffers is shown apart, and its share (one in 256) is added to the slope "with moves".
+there: our loop with the growing cache and with transformers' dynamic one, with `--native` the native
+engine (float32, over a growing cache), and `model.generate()` itself, timed between the tokens that
+it hands to its streamer. Figures are medians; a slope is a least-squares fit of them over the
+contexts. A step at which the growing cache moves to larger buffers is shown apart, and its share
+(one in 256) is added to the slope "with moves".
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 OURS = ("growing", "dynamic")
+NATIVE = "native"
 GENERATE = "generate()"
 MIB = 2**20
 
@@ -62,7 +64,7 @@ def filled(cache: Any, like: Any, context: int) -> Any:
     return cache
 
 
-def our_contender(model: Any, kind: str, cache: Any, context: int) -> Contender:
+def our_contender(model: Any, kind: str, cache: Any, context: int, way: Any = None) -> Contender:
     """Our own loop, from this cache of this kind."""
     from llminfer.engine.clock import Clock
     from llminfer.engine.forward import make_forward
@@ -71,7 +73,7 @@ def our_contender(model: Any, kind: str, cache: Any, context: int) -> Contender:
     from llminfer.engine.stop import Output, StopMatcher
     from llminfer.params import CacheOptions, SamplingParams
 
-    forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context)
+    forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context, way=way)
     sample = make_sampler(SamplingParams(temperature=0), [1], model.device)
 
     def buffers() -> list[int]:
@@ -145,7 +147,7 @@ class NoText:
         return ""
 
 
-def measure(model: Any, context: int, *, rounds: int, steps: int) -> dict[str, Contender]:
+def measure(model: Any, context: int, *, rounds: int, steps: int, native: Any = None) -> dict[str, Contender]:
     """All contenders at one context: a round that is not counted, then `rounds` of `steps` each."""
     import torch
 
@@ -163,6 +165,8 @@ def measure(model: Any, context: int, *, rounds: int, steps: int) -> dict[str, C
         return filled(make_cache(CacheOptions(kind=kind), model, None), like, start)
 
     contenders = {kind: our_contender(model, kind, new(kind), start) for kind in OURS}
+    if native is not None:
+        contenders[NATIVE] = our_contender(native.model, "growing", new("growing"), start, native.way)
     contenders[GENERATE] = generate_contender(model, new("dynamic"), start)
     names = list(contenders)
     for number in range(rounds + 1):
@@ -257,7 +261,7 @@ def document(model_name: str, rows: dict[int, dict[str, Contender]]) -> dict[str
 
 def print_table(found: dict[str, Any]) -> None:
     """The document for people."""
-    names = (*OURS, GENERATE)
+    names = [name for name in (*OURS, NATIVE, GENERATE) if name in found["contexts"][0]]
     print(f"{found['model']}, {found['threads']} threads; medians")
     heads = "".join(f"{name:>12}" for name in names)
     print(f"{'':>8}{'step, ms':>{len(heads)}}{'':>9}{'cache, MiB':>{len(heads)}}{'peak beyond, MiB':>{len(heads)}}")
@@ -300,6 +304,13 @@ def load_model(folder: str | None) -> tuple[str, Any]:
     return name, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def load_native(folder: str | None) -> Any:
+    """The same on the native engine."""
+    from llminfer import load
+
+    return load(folder, engine="native")
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Contexts from `64,128`."""
     values = tuple(int(part) for part in text.split(","))
@@ -314,11 +325,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=counts, default=CONTEXTS, help="tokens, with commas (default 64 to 8192)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds at each context (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each contender a round (default 4)")
+    parser.add_argument("--native", action="store_true", help="the native engine too")
     parser.add_argument("--json", action="store_true", help="one JSON document in place of the table")
     arguments = parser.parse_args()
     name, model = load_model(arguments.model)
+    native = load_native(arguments.model) if arguments.native else None
     rows = {
-        context: measure(model, context, rounds=arguments.rounds, steps=arguments.steps)
+        context: measure(model, context, rounds=arguments.rounds, steps=arguments.steps, native=native)
         for context in arguments.contexts
     }
     for contenders in rows.values():

@@ -286,6 +286,7 @@ class Decoder {
     sum = sum * fade + sum8(total);
     float* out = own.sums.data() + t * queries_ + head * d;
     long c = 0;
+    for (; c + 64 <= d; c += 64) add_values<8>(values + c, scores, tokens, fade, out + c);
     for (; c + 32 <= d; c += 32) add_values<4>(values + c, scores, tokens, fade, out + c);
     for (; c < d; c += 8) add_values<1>(values + c, scores, tokens, fade, out + c);
   }

@@ -118,21 +118,20 @@ static inline void times_floats(const float* w, const Vectors& x, long first, lo
 
 template <int T>
 static inline void times_halves(const uint16_t* w, const Vectors& x, long first, long columns, float8* out) {
-  float8 even[T] = {}, odd[T] = {};
+  float8 sums[4][T] = {};  // as many as hide what a product waits for the one before
   const float* from[T];
   for (int t = 0; t < T; ++t) from[t] = x.values + (first + t) * x.stride;
   long c = 0;
-  for (; c + 2 <= columns; c += 2) {
+  for (; c + 4 <= columns; c += 4) {
     __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / 2);
-    const float8 w0 = load8_half(w + c * GROUP), w1 = load8_half(w + (c + 1) * GROUP);
-    for (int t = 0; t < T; ++t) {
-      even[t] += w0 * from[t][c];
-      odd[t] += w1 * from[t][c + 1];
+    for (int i = 0; i < 4; ++i) {
+      const float8 weights = load8_half(w + (c + i) * GROUP);
+      for (int t = 0; t < T; ++t) sums[i][t] += weights * from[t][c + i];
     }
   }
-  if (c < columns)
-    for (int t = 0; t < T; ++t) even[t] += load8_half(w + c * GROUP) * from[t][c];
-  for (int t = 0; t < T; ++t) out[t] = even[t] + odd[t];
+  for (; c < columns; ++c)
+    for (int t = 0; t < T; ++t) sums[0][t] += load8_half(w + c * GROUP) * from[t][c];
+  for (int t = 0; t < T; ++t) out[t] = (sums[0][t] + sums[1][t]) + (sums[2][t] + sums[3][t]);
 }
 
 #ifdef LLMINFER_AVX2
