@@ -1,4 +1,4 @@
-"""What users install: the wheel carries the code, the type marker and the configs."""
+"""What users install: the wheel carries the code, the C++ of the native engine, the type marker and the configs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"llminfer/py.typed", "llminfer/cli/app.py", "llminfer/engine/loop.py"} <= names
+    native = ROOT / "llminfer" / "engine" / "native"
+    for source in (*native.glob("*.h"), *native.glob("*.cpp")):
+        assert f"llminfer/engine/native/{source.name}" in names
     for config in (ROOT / "configs").iterdir():
         assert f"llminfer/configs/{config.name}" in names
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
