@@ -114,11 +114,15 @@ NEVER_FROM_MODEL = frozenset({"seed", "logprobs", "logit_bias"})
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it."""
+    """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it.
+
+    A lowest value that is an int says that whole numbers are meant, which the types of options see to.
+    """
     # written so that NaN, for which every comparison is false, fails; a model's file may hold anything
     if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
         highest = f" and at most {int(high) if high > 1e15 else format(high, 'g')}" if math.isfinite(high) else ""
-        raise InvalidParams(f"{name} must be a finite number of at least {low:g}{highest}, not {value!r}")
+        kind = "whole" if isinstance(low, int) else "finite"
+        raise InvalidParams(f"{name} must be a {kind} number of at least {low:g}{highest}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ class StopCriteria:
     def __post_init__(self) -> None:
         check_range("max_new_tokens", self.max_new_tokens, 1, math.inf)
         if self.max_time_s is not None:
-            check_range("max_time_s", self.max_time_s, 0, math.inf)
+            check_range("max_time_s", self.max_time_s, 0.0, math.inf)
         if "" in self.stop:
             raise InvalidParams("a stop text must not be empty")
 

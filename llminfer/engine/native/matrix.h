@@ -450,6 +450,7 @@ static void fit_int4(const float* w, long count, uint16_t* scale, uint16_t* mini
   float best = INFINITY;
   int now[BLOCK];
   for (const auto& start : tries) {
+    if (best == 0) break;
     float d = start[0], m = start[1], before = INFINITY;
     for (int round = 0; round < 4; ++round) {
       const uint16_t half_d = float_to_half(d), half_m = float_to_half(m);
