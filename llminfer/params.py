@@ -258,9 +258,10 @@ class Execution:
             UsageError: naming the options.
         """
         if self.compiled and options.kind != "static":
+            other = f"--cache {options.kind}" if options.window is None else "--kv-window"
             raise UsageError(
-                f"--compile and --cache {options.kind}: these do not go together",
-                hint="drop --cache: a compiled run keeps a static one",
+                f"--compile and {other}: these do not go together",
+                hint=f"drop {other.split()[0]}: a compiled run keeps a static cache",
             )
 
 

@@ -190,8 +190,8 @@ def generate(
         _check_choices(request)
         execution = Execution(weights=weights, engine=engine, compiled=compiled)
         # several sequences share a dynamic cache, and a window is kept in one of its own
-        shared = many.file is not None or num_samples > 1 or kv_window is not None
-        default_cache = "dynamic" if shared and not compiled else execution.default_cache
+        plain = many.file is not None or num_samples > 1 or kv_window is not None
+        default_cache = "dynamic" if plain else execution.default_cache
         request = replace(
             request,
             caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
@@ -296,10 +296,8 @@ def _check_caching(request: _Request) -> None:
     caching = request.caching
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
-    compiled = request.choice.execution.compiled
-    request.choice.execution.check_cache(caching)
     asked = {
-        "--compile": compiled,
+        "--compile": request.choice.execution.compiled,
         f"--cache {caching.kind}": caching.kind != "dynamic",
         "--kv-window": caching.window is not None,
         "--prefill-chunk": caching.prefill_chunk is not None,
@@ -309,6 +307,7 @@ def _check_caching(request: _Request) -> None:
     for flag in (name for name, given in several.items() if given):
         for option in (name for name, given in asked.items() if given):
             raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
+    request.choice.execution.check_cache(caching)
 
 
 def _check_speculation(request: _Request) -> None:

@@ -76,10 +76,12 @@ def lines_below(answers: Sequence[Answer]) -> list[str]:
             lines[f"{about}{answer.budget.text}"] = None
     for release in dict.fromkeys(f"{a.runtime}: {a.footprint.release}" for a in answers if a.footprint):
         lines[release] = None
-    lines["steady state; a step needs working memory besides, and transformers copies a layer as it grows"] = None
+    copies = any(answer.runtime == "transformers" for answer in answers)
+    lines["steady state; a step needs working memory besides" + _COPIES * copies] = None
     return list(lines)
 
 
+_COPIES = ", and transformers copies a layer as it grows"
 LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state bytes")
 
 

@@ -33,6 +33,8 @@ RUN = ("--raw", "-t", "0", "-n", "5", "--ignore-eos", "--dtype", "float32")
         ("--num-samples", "2", "--cache", "static"),
         ("--num-samples", "2", "--cache", "growing"),
         ("--num-samples", "2", "--kv-window", "64"),
+        ("--compile", "--kv-window", "64"),
+        ("--engine", "native", "--cache", "static", "--kv-window", "64"),
         ("--num-samples", "2", "--prompt-cache", "x"),
     ],
 )

@@ -13,6 +13,7 @@ from llminfer.cli.app import run
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.load import LoadedModel, load
 from llminfer.engine.native import build
+from llminfer.engine.native.library import library
 from llminfer.engine.run import generate
 from llminfer.events import Trace
 from llminfer.params import Execution, StopCriteria
@@ -91,6 +92,20 @@ def test_a_missing_compiler_is_one_line(run_cli: Cli, tiny_llama: Path, monkeypa
     assert (code, out) == (2, b"")
     assert "needs a C++ compiler" in err
     assert "llminfer[native]" in err
+
+
+def test_a_compiler_that_is_not_there_is_named(
+    run_cli: Cli, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv("LLMINFER_CACHE", str(tmp_path))
+    library.cache_clear()
+    try:
+        code, out, err = run_cli("generate", "x", "--model", tiny_llama, "--engine", "native")
+    finally:
+        library.cache_clear()
+    assert (code, out) == (2, b"")
+    assert "/no/such/compiler" in err
 
 
 @pytest.fixture(scope="module")

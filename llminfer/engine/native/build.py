@@ -82,7 +82,12 @@ def _compile(command: list[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         whole = [*command, str(_SOURCES / "engine.cpp"), "-o", str(made)]
-        result = subprocess.run(whole, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        try:
+            result = subprocess.run(whole, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise UsageError(
+                f"cannot run the C++ compiler {command[0]}: {error.strerror}", hint=_NO_COMPILER
+            ) from error
         if result.returncode != 0:
             said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             reason = said[0].strip() if said else f"exit code {result.returncode}"
