@@ -75,7 +75,8 @@ def prepare_execution(model: Any, execution: Execution, source: str) -> Prepared
         return _native(model, execution.weights_format or "float32", source)
     if execution.weights is None:
         return Prepared()
-    return Prepared(notes=_pack(model, execution.weights, TORCH_KERNELS))
+    packing = _pack(model, execution.weights, TORCH_KERNELS)
+    return Prepared(notes=tuple(_packing_notes(packing, execution.weights)))
 
 
 def _native(model: Any, weights_format: str, source: str) -> Prepared:
@@ -86,19 +87,20 @@ def _native(model: Any, weights_format: str, source: str) -> Prepared:
     from llminfer.engine.native.packed import NATIVE_KERNELS
 
     vectors = library().vectors().decode()
-    notes = _pack(model, weights_format, NATIVE_KERNELS)
-    why = why_not_native(model.config)
+    packing = _pack(model, weights_format, NATIVE_KERNELS)
+    notes = tuple(_packing_notes(packing, weights_format))
+    why = why_not_native(model.config) or ("not all of its linear layers are packed" if packing.left else None)
     if why is not None:
         return Prepared(notes=(*notes, f"{source} has no native step ({why}): its matrices alone are native"))
     notes = (*notes, f"native step with {vectors} instructions, for the growing cache")
     return Prepared(way=partial(NativeForward, decoder=Decoder(model)), notes=notes)
 
 
-def _pack(model: Any, weights_format: str, kernels: Kernels) -> tuple[str, ...]:
+def _pack(model: Any, weights_format: str, kernels: Kernels) -> Packing:
     packing = pack_model(model, weights_format, kernels)
     model.float()  # what is not packed, where the checkpoint is in 16 bits; packed layers stay as they are
     model.config.dtype = torch.float32
-    return tuple(_packing_notes(packing, weights_format))
+    return packing
 
 
 def _packing_notes(packing: Packing, weights_format: str) -> Iterator[str]:

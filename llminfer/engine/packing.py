@@ -26,12 +26,17 @@ _WATCHED = (*_LINEAR, nn.Embedding)
 # those whose padding and scales cost more than they save in small layers
 _SMALL_FORMATS = frozenset({"int8", "int4"})
 _TRIAL_IDS = (5, 6, 7)
-_HALF_MAX = torch.finfo(torch.float16).max
+# the largest element of a weight that a format takes; integers would hide one that is no number
+_LARGEST = {
+    "float16": torch.finfo(torch.float16).max,
+    "int8": torch.finfo(torch.float32).max,
+    "int4": torch.finfo(torch.float32).max,
+}
 
 READ_ELSEWHERE = "the model's own code reads their weights"
 SHARED = "another kind of module shares their weights"
 NO_GAIN = "they are too small to gain"
-OUT_OF_RANGE = "their weights are beyond half precision"
+OUT_OF_RANGE = "their weights are beyond what the format can hold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +242,8 @@ def _why_left(
         return SHARED
     if weights_format in _SMALL_FORMATS and min(linear.weight.shape) < least_size:
         return NO_GAIN
-    if weights_format == "float16" and not bool(linear.weight.abs().amax() <= _HALF_MAX):
+    # written so that NaN, for which every comparison is false, is out of range too
+    if weights_format in _LARGEST and not bool(linear.weight.abs().amax() <= _LARGEST[weights_format]):
         return OUT_OF_RANGE
     return None
 

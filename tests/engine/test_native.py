@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llminfer.engine.clock import Clock
+from llminfer.engine.execution import prepare_execution
 from llminfer.engine.forward import make_forward
 from llminfer.engine.growing_cache import GrowingCache
+from llminfer.engine.loop import decode
 from llminfer.engine.native import build, decoder, packed
 from llminfer.engine.native.decoder import FAMILIES, why_not_native
 from llminfer.engine.native.forward import NativeForward
 from llminfer.engine.native.library import FORMATS, Library, library
 from llminfer.engine.native.packed import NATIVE_KERNELS, NativeLinear, pack
 from llminfer.engine.packing import pack_model
+from llminfer.engine.sampler import make_sampler
+from llminfer.engine.speculate import decode_drafts
 from llminfer.engine.weights import LazyWeight
 from llminfer.errors import LlminferError, UsageError
+from llminfer.events import Step
+from llminfer.params import Execution, SamplingParams
+from tests.parity import output_of
 from tests.tiny_models import tiny_config, tiny_ids, tiny_model
 
 # the largest error of a weight, as a share of the largest weight of its block
@@ -174,6 +182,67 @@ def test_several_last_logits_are_those_of_single_steps() -> None:
         assert ours.crop(10)
         single = torch.cat([ours(ids[place : place + 1]) for place in range(10, 15)])
     assert (several - single[1:]).abs().max() < 1e-5 * single.abs().max()
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_what_is_no_number_is_not_rounded_away(kind: str) -> None:
+    model, _ = packed_pair("llama", kind)
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = torch.nan
+    ids = tiny_ids(model.config, 1, 6)[0].tolist()
+    with torch.inference_mode():
+        assert not torch.isfinite(native_forward(model)(ids)).all()
+        assert not torch.isfinite(pack(random_weight(9, 40), None, kind)(torch.full((1, 40), torch.inf))).all()
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
+def test_a_model_with_a_layer_that_no_format_holds_is_run_by_transformers(kind: str) -> None:
+    model = tiny_model(tiny_config("llama"), torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    prepared = prepare_execution(model, Execution(engine="native", weights=kind), "a model")
+    assert prepared.way is None
+    assert any("not all of its linear layers are packed" in note for note in prepared.notes)
+
+
+class HalfRight:
+    """Drafts what will come, and then something else; so a draft is always taken back in part."""
+
+    forward = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, whole: list[int]) -> None:
+        self._whole = whole
+
+    def __call__(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        right = self._whole[len(ids) : len(ids) + 3]
+        return [*right, *((token_id + 1) % 90 for token_id in self._whole[len(ids) + 3 : len(ids) + 6])][:most]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_speculation_changes_no_token(model_type: str) -> None:
+    model, _ = packed_pair(model_type, "float32")
+    params, prompt = SamplingParams(temperature=0.9, seed=5), list(range(3, 15))
+    plain = our_steps_of(native_forward(model), params, prompt)
+    whole = [*prompt, *(step.token_id for step in plain)]
+    steps = list(
+        decode_drafts(
+            native_forward(model),
+            HalfRight(whole),
+            make_sampler(params, prompt, model.device),
+            output_of(24),
+            Clock(),
+            prompt_ids=prompt,
+            draft_tokens=6,
+        )
+    )
+    assert [step.token_id for step in steps] == whole[len(prompt) :]
+    assert sum(step.drafted for step in steps) > sum(step.accepted for step in steps) > 8
+
+
+def our_steps_of(forward: NativeForward, params: SamplingParams, prompt: list[int]) -> list[Step]:
+    sample = make_sampler(params, prompt, torch.device("cpu"))
+    return list(decode(forward, sample, output_of(24), Clock(), prompt_ids=prompt))
 
 
 def test_what_has_no_native_decoder_says_why() -> None:

@@ -77,8 +77,8 @@ struct IntegerStore {
     const long first = block * BLOCK, filled = std::min(BLOCK, columns - first);
     float padded[BLOCK] = {};
     std::memcpy(padded, vector + first, filled * sizeof(float));
-    float largest = 0;
-    for (long i = 0; i < BLOCK; ++i) largest = std::max(largest, std::fabs(padded[i]));
+    float largest = 0, poison = 0;  // which is NaN where a value is no finite number, and is not to be rounded away
+    for (long i = 0; i < BLOCK; ++i) largest = std::max(largest, std::fabs(padded[i])), poison += padded[i] * 0.0f;
     const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
     int16_t* to = integers.data() + at * BLOCK;
     int32_t sum = 0;
@@ -88,7 +88,7 @@ struct IntegerStore {
       to[i] = static_cast<int16_t>(q);
       sum += q;
     }
-    scales[at] = largest / 32767.0f;
+    scales[at] = largest / 32767.0f + poison;
     sums[at] = static_cast<float>(sum) * scales[at];
   }
 };
