@@ -17,7 +17,7 @@ from torch import Tensor
 from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
 from llminfer.engine.device import synchronizer
-from llminfer.engine.forward import Forward, make_forward
+from llminfer.engine.forward import Forward, WrappedForward, make_forward
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.prompt import Prompt, encode_messages
 from llminfer.engine.run import effective_sampling, run_prompt
@@ -180,39 +180,18 @@ class Conversation:
             self.messages = (*asked, Message(role="assistant", content=text))
 
 
-class _PacedForward:
+class _PacedForward(WrappedForward):
     """A forward that feeds new tokens on top of its cache in the way that the model allows."""
 
-    __slots__ = ("_forward", "_way")
+    __slots__ = ("_way",)
 
     def __init__(self, forward: Forward, way: Continuation | None) -> None:
-        self._forward, self._way = forward, way
+        super().__init__(forward)
+        self._way = way
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
         return feed(self._forward, new_ids, way)
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        return self._forward.last(new_ids, count)
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._forward.ids
-
-    @property
-    def cache(self) -> Any:
-        return self._forward.cache
-
-    @property
-    def kv_bytes(self) -> int | None:
-        return self._forward.kv_bytes
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._forward.notes
-
-    def crop(self, tokens: int) -> bool:
-        return self._forward.crop(tokens)
 
 
 def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:

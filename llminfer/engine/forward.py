@@ -169,30 +169,19 @@ def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
         yield from ([new_id] for new_id in new_ids)
 
 
-class PieceForward:
-    """Feeds another forward piece by piece, so that a long prompt never is in the model all at once."""
+class WrappedForward:
+    """Another forward, all of which shows through; for those that change how it is fed."""
 
-    __slots__ = ("_attention", "_forward", "_pieces")
+    __slots__ = ("_forward",)
 
-    def __init__(
-        self, forward: Forward, pieces: Pieces, attention: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        self._forward, self._pieces, self._attention = forward, pieces, attention
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        logits = None
-        for piece in self._pieces(new_ids, len(self._forward.ids)):
-            with self._attention():
-                logits = self._forward(piece)
-        if logits is None:
-            raise ValueError("nothing to feed")
-        return logits
+        return self._forward(new_ids)
 
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if len(new_ids) > count:
-            self(new_ids[:-count])
-        with self._attention():
-            return self._forward.last(new_ids[-count:], count)
+        return self._forward.last(new_ids, count)
 
     @property
     def ids(self) -> Sequence[int]:
@@ -212,6 +201,33 @@ class PieceForward:
     @property
     def notes(self) -> tuple[str, ...]:
         return self._forward.notes
+
+
+class PieceForward(WrappedForward):
+    """Feeds another forward piece by piece, so that a long prompt never is in the model all at once."""
+
+    __slots__ = ("_attention", "_pieces")
+
+    def __init__(
+        self, forward: Forward, pieces: Pieces, attention: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        super().__init__(forward)
+        self._pieces, self._attention = pieces, attention
+
+    def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        logits = None
+        for piece in self._pieces(new_ids, len(self._forward.ids)):
+            with self._attention():
+                logits = self._forward(piece)
+        if logits is None:
+            raise ValueError("nothing to feed")
+        return logits
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._attention():
+            return self._forward.last(new_ids[-count:], count)
 
 
 class UncachedForward:
