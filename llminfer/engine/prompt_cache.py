@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +35,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from llminfer.atomic import replacing
 from llminfer.engine.cache import WHOLE_CACHES
 from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
 from llminfer.engine.checkpoint_cache import file_digest
@@ -117,19 +116,12 @@ def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """In a file beside it first, readable by its owner alone, since it holds the prompt."""
-    beside = None
+    """Readable by its owner alone, since it holds the prompt."""
     try:
-        handle, beside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        os.close(handle)
-        save_file(dict(tensors), beside, metadata=dict(metadata))
-        os.replace(beside, file)
+        with replacing(file) as beside:
+            save_file(dict(tensors), beside, metadata=dict(metadata))
     except (OSError, SafetensorError) as error:
         raise GenerationFailed(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        if beside is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
 
 
 @contextlib.contextmanager
