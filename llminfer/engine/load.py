@@ -220,6 +220,8 @@ def _load_weights(
         checkpoint.folder,
         config=config,
         dtype=dtype,
+        # unasked, quantizers place their layers on the current GPU or on the CPU
+        device_map={"": device} if getattr(config, "quantization_config", None) is not None else None,
         trust_remote_code=trust_remote_code,
         local_files_only=True,
         use_safetensors=not checkpoint.pickled,
