@@ -158,7 +158,7 @@ def generate(
     room, compiled = len(prompt.ids) + limit[0] - 1, None
     if loaded.execution.compiled:
         room = compiled_room(room)
-        compiled = compile_step(loaded.model, room)
+        compiled = _compiled_once(loaded, room)
         clock.skip()
     forward = _make_forward(loaded, options, room, prompt.ids, compiled)
     feeding = Feeding(options=options, reused=len(forward.ids), room=room, drafting=drafting)
@@ -343,6 +343,14 @@ def make_output(
         token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
         out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
     )
+
+
+def _compiled_once(loaded: LoadedModel, room: int) -> CompiledStep:
+    """The compiled step of a model for so many tokens, made and warmed up by the first run that needs it."""
+    made = loaded.compiled_steps.get(room)
+    if made is not None:
+        return replace(made, compile_s=0.0)
+    return loaded.compiled_steps.setdefault(room, compile_step(loaded.model, room))
 
 
 @torch.inference_mode()  # a compiled step was made for tensors of this mode, and so are the loop's
