@@ -178,6 +178,7 @@ def make_started(
         kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         speculation=feeding.drafting.speculation if feeding.drafting else None,
         draft_model=feeding.drafting.draft.name if feeding.drafting and feeding.drafting.draft else None,
+        draft_cost=feeding.drafting.draft_cost if feeding.drafting else None,
         notes=(*loaded.notes, *notes, *prompt.notes),
     )
 

@@ -171,6 +171,7 @@ def _speculation(trace: Trace, started: Started) -> dict[str, Any] | None:
     return {
         "kind": started.speculation.kind,
         "draft_model": started.draft_model,
+        "draft_cost": started.draft_cost,
         "draft_tokens": started.speculation.draft_tokens,
         "drafted": trace.drafted,
         "accepted": trace.accepted,
