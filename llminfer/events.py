@@ -25,6 +25,7 @@ class Started:
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
+    `draft_cost` is a forward of the draft model over one token, in forwards of the model.
     `compile_s` went by before the run's clock started, None when nothing was to be compiled.
     """
 
@@ -50,6 +51,7 @@ class Started:
     reused_tokens: int = 0
     speculation: Speculation | None = None
     draft_model: str | None = None
+    draft_cost: float | None = None
     engine: str = "transformers"
     weights: str | None = None
     weights_bytes: int | None = None

@@ -131,7 +131,9 @@ class StopCriteria:
 
     Attributes:
         max_new_tokens: tokens to generate at most; an EOS token counts.
-        stop: texts that end the run when they appear in the output; they are not printed.
+        stop: texts that end the run when they appear in the output; they are not printed. One that names a
+            special token ends it at that token.
+        stop_from_model: these are the model's own, since none were asked for.
         ignore_eos: generate on over EOS tokens.
         max_time_s: end after the token at which so many seconds have passed since tokenizing began.
 
@@ -143,6 +145,7 @@ class StopCriteria:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_time_s: float | None = None
+    stop_from_model: bool = False
 
     def __post_init__(self) -> None:
         check_range("max_new_tokens", self.max_new_tokens, 1, math.inf)

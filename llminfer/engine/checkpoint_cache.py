@@ -27,6 +27,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 
+from llminfer.atomic import replacing
 from llminfer.errors import LlminferError
 
 Progress = Callable[[str, int, int], None]
@@ -123,7 +124,10 @@ def file_digest(path: Path, *, progress: Progress | None = None) -> str:
     # without an index the next run hashes again, which is slower and not wrong
     with suppress(OSError):
         if _fingerprint(path) == before:
-            _write_atomically(_index_entry(path), {**before, "digest": digest})
+            entry = _index_entry(path)
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(entry) as beside:
+                beside.write_text(json.dumps({**before, "digest": digest}), encoding="utf-8")
     return digest
 
 
@@ -152,18 +156,6 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         # installers reset the modification time; nothing resets this one
         "ctime_ns": status.st_ctime_ns,
     }
-
-
-def _write_atomically(target: Path, content: Mapping[str, object]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 # Writing a checkpoint

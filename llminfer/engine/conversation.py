@@ -18,9 +18,10 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
 from llminfer.engine.device import synchronizer
 from llminfer.engine.forward import Forward, WrappedForward, make_forward
+from llminfer.engine.generation_defaults import effective_sampling
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.prompt import Prompt, encode_messages
-from llminfer.engine.run import effective_sampling, run_prompt
+from llminfer.engine.run import run_prompt
 from llminfer.engine.speculate import Drafting, make_drafting
 from llminfer.engine.transcript import Message
 from llminfer.errors import UsageError

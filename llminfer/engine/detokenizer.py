@@ -1,12 +1,17 @@
-"""Ids to text as they come: whole characters only, and in the end exactly `tokenizer.decode` of all ids.
+"""Ids to text as they come: whole characters only, and in the end what `tokenizer.decode` gives for all ids.
 
 Decoding each id alone breaks characters that are split over tokens, and slicing a growing decode
 by length loses text where decoding is not append-only. So text is let out only where the decoder
 can no longer change it:
 
 - byte-level vocabularies: the bytes go through an incremental UTF-8 decoder;
-- all others: at tokens after which decoding starts afresh, which are those that are neither
-  byte-fallback tokens (a run of them is decoded as a whole) nor end in an incomplete character.
+- all others: at tokens after which decoding starts afresh, which are those that do not end in an
+  incomplete character;
+- byte-fallback tokens among those: each character when its last byte is there.
+
+One thing differs from `tokenizer.decode`: a byte token that is part of no character becomes one U+FFFD,
+as in sentencepiece. The tokenizers library makes that of every byte of the run in which it stands, and
+a later byte could do so to any run: nothing of a run could be shown before its end.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-_BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_UNDECODED_BYTE = re.compile("[\udc80-\udcff]")
 _REPLACEMENT = "\ufffd"
 
 
@@ -44,7 +50,10 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    return _WindowDetokenizer(decode, tokenizer.convert_ids_to_tokens, hidden)
+    letter = tokenizer.convert_tokens_to_ids("<0x41>")
+    falls_back = letter is not None and decode([letter]) == "A"
+    kind = _ByteFallbackDetokenizer if falls_back else _WindowDetokenizer
+    return kind(decode, tokenizer.convert_ids_to_tokens, hidden)
 
 
 def special_token_ids(tokenizer: Any) -> set[int]:
@@ -105,12 +114,10 @@ class _WindowDetokenizer:
         if token is None:
             return ""
         self._pending.append(token_id)
-        if _BYTE_FALLBACK_TOKEN.fullmatch(token):
-            return ""
         text = self._window_text()
         if text.endswith(_REPLACEMENT):
             return ""
-        self._anchor, self._pending = [token_id], []
+        self._anchor, self._pending = self._pending[-1:], []
         return text
 
     def flush(self) -> str:
@@ -120,3 +127,45 @@ class _WindowDetokenizer:
 
     def _window_text(self) -> str:
         return self._decode(self._anchor + self._pending)[len(self._decode(self._anchor)) :]
+
+
+class _ByteFallbackDetokenizer:
+    """Puts bytes together itself; other tokens are decoded behind an anchor, a token whose text is out already."""
+
+    __slots__ = ("_anchor", "_decode", "_hidden", "_id_to_token", "_run", "_utf8")
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        id_to_token: Callable[[int], str | None],
+        hidden: frozenset[int],
+    ) -> None:
+        self._decode, self._id_to_token, self._hidden = decode, id_to_token, hidden
+        self._anchor: list[int] = []
+        self._run: list[int] = []  # the byte tokens that a text begins with
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+
+    def push(self, token_id: int) -> str:
+        token = None if token_id in self._hidden else self._id_to_token(token_id)
+        if token is None:
+            return ""
+        byte = _BYTE_FALLBACK_TOKEN.fullmatch(token)
+        if byte is not None:
+            self._run.append(token_id)
+            return self._characters(self._utf8.decode(bytes.fromhex(byte[1])))
+        unfinished = self.flush()
+        text = self._decode([*self._anchor, token_id])[len(self._decode(self._anchor)) :]
+        self._anchor = [token_id]
+        return unfinished + text
+
+    def flush(self) -> str:
+        return self._characters(self._utf8.decode(b"", final=True))
+
+    def _characters(self, decoded: str) -> str:
+        text = _UNDECODED_BYTE.sub(_REPLACEMENT, decoded)
+        if text and not self._anchor:  # decoders may take a space from a text's beginning
+            text = text if _REPLACEMENT in text else self._decode(self._run)
+            self._anchor = self._run
+        if text:
+            self._run = []
+        return text

@@ -107,7 +107,8 @@ def device_name(device: torch.device) -> str:
 
 def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        with torch.cuda.device(device):  # torch asks the current one
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # Metal has had the type since macOS 14
     return device.type != "mps" or bool(torch.backends.mps.is_macos_or_newer(14, 0))
 

@@ -1,19 +1,22 @@
 """What may come next, guessed cheaply: from the text itself, or from a smaller model.
 
 A drafter is called with the whole sequence and returns ids that may follow. Whether they did, it sees
-at its next call, so nobody has to tell it. A forward over several ids costs more than one over one,
-so nothing is drafted where that would not pay, and otherwise as much as pays best.
+at its next call, so nobody has to tell it. A forward over several ids costs more than one over one, and
+a model that drafts has a cost of its own, so nothing is drafted where that would not pay, and otherwise
+as much as pays best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llminfer.engine.abilities import text_config
 from llminfer.engine.cache import keep_past
 from llminfer.engine.continuation import exact_length
 from llminfer.engine.forward import Forward, make_forward
+from llminfer.engine.packing import held_bytes
 from llminfer.errors import GenerationFailed
 from llminfer.params import MAX_DRAFT_TOKENS, CacheOptions
 
@@ -21,13 +24,53 @@ if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
 
 LONGEST_NGRAM = 3
-# what a draft adds to a forward, and what each of its ids does, in forwards of one id (docs/speculation.md)
-_DRAFT_COST, _ID_COST = 0.8, 0.04
+# how configs name the experts that a token takes, and how many there are
+_EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # what is assumed of a match of so many ids before anything is known, and for how many ids that counts
 _FIRST_RATES, _FIRST_WEIGHT = {1: 0.1, 2: 0.4, 3: 0.7}, 2.0
 _FIRST_RATE_OF_MODEL = 0.7
 _PROBE_EVERY = 8  # steps between drafts of a model that is hardly ever right
 _FORGET = 0.9  # an observation counts so much less with each later one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCost:
+    """What checking a draft adds to a forward, and each of its ids, in forwards over one id (docs/speculation.md)."""
+
+    draft: float
+    per_id: float
+
+
+# by kind of device. On a CPU measured; on CUDA a forward over a few ids waits for the weights, or for
+# kernels to be started, as one over a single id does, so next to nothing is assumed; others as on a CPU
+CHECK_COSTS = {"cpu": CheckCost(draft=0.8, per_id=0.04), "cuda": CheckCost(draft=0.05, per_id=0.005)}
+
+
+def check_cost(device: str) -> CheckCost:
+    """What checking costs on this kind of device."""
+    return CHECK_COSTS.get(device, CHECK_COSTS["cpu"])
+
+
+def relative_cost(draft: LoadedModel, loaded: LoadedModel) -> float:
+    """A forward of the draft model over one id, in forwards of the other: the bytes of weights that each reads."""
+    return _read_bytes(draft.model) / max(_read_bytes(loaded.model), 1.0)
+
+
+def _read_bytes(model: Any) -> float:
+    """All that the model holds but an embedding that is no output layer, and the experts that a token leaves out."""
+    text = text_config(model.config)
+    read = float(held_bytes(model))
+    if not getattr(text, "tie_word_embeddings", False):
+        read -= held_bytes(model.get_input_embeddings())
+    taken, experts = (
+        next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
+        for names in (_EXPERTS_TAKEN, _EXPERTS)
+    )
+    if taken and experts:
+        expert_bytes = sum(held_bytes(module) for name, module in model.named_modules() if name.endswith(".experts"))
+        read -= expert_bytes * (1 - min(taken / experts, 1.0))
+    return read
 
 
 class Drafter(Protocol):
@@ -94,17 +137,23 @@ class Acceptance:
             if guessed != drawn:
                 break
 
-    def worthwhile(self, most: int) -> int:
-        """How many ids to draft so that a forward gives the most tokens for its cost, 0 where none pays."""
-        best, best_gain = 0, 1.0
-        tokens, likely = 1.0, 1.0
-        for count in range(1, most + 1):
-            likely *= self.rate  # an id is right only behind those that are
-            tokens += likely
-            gain = tokens / (1 + _DRAFT_COST + _ID_COST * count)
-            if gain > best_gain:
-                best, best_gain = count, gain
-        return best
+
+def best_length(rate: float, most: int, check: CheckCost, guess_cost: float = 0.0) -> int:
+    """How many ids to draft so that a forward gives the most tokens for its cost, 0 where none pays.
+
+    Args:
+        rate: the share of ids that are right.
+        guess_cost: what guessing one id takes, in forwards, checking it apart.
+    """
+    best, best_gain = 0, 1.0
+    tokens, likely = 1.0, 1.0
+    for count in range(1, most + 1):
+        likely *= rate  # an id is right only behind those that are
+        tokens += likely
+        gain = tokens / (1 + check.draft + (check.per_id + guess_cost) * count)
+        if gain > best_gain:
+            best, best_gain = count, gain
+    return best
 
 
 class PromptLookup:
@@ -114,11 +163,12 @@ class PromptLookup:
     learn that a text has begun to repeat itself.
     """
 
-    __slots__ = ("_acceptance", "_guess", "_index", "_length", "_start")
+    __slots__ = ("_acceptance", "_check", "_guess", "_index", "_length", "_start")
     forward = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, check: CheckCost = CHECK_COSTS["cpu"]) -> None:
+        self._check = check
         self._index = NgramIndex()
         self._acceptance = {length: Acceptance(rate) for length, rate in _FIRST_RATES.items()}
         self._guess: Sequence[int] = ()
@@ -133,7 +183,7 @@ class PromptLookup:
             return ()
         self._length, self._start = found[0], len(ids)
         self._guess = copied(ids, found[1], most)
-        return self._guess[: self._acceptance[self._length].worthwhile(most)]
+        return self._guess[: best_length(self._acceptance[self._length].rate, most, self._check)]
 
 
 def copied(ids: Sequence[int], start: int, count: int) -> list[int]:
@@ -148,10 +198,24 @@ def copied(ids: Sequence[int], start: int, count: int) -> list[int]:
 class DraftModel:
     """Asks a smaller model for its most likely continuation, its own cache kept in step with the sequence."""
 
-    __slots__ = ("_acceptance", "_guess", "_longest", "_passed", "_start", "_usable", "forward", "notes")
+    __slots__ = (
+        "_acceptance",
+        "_check",
+        "_cost",
+        "_guess",
+        "_longest",
+        "_passed",
+        "_start",
+        "_usable",
+        "forward",
+        "notes",
+    )
 
-    def __init__(self, draft: LoadedModel, vocabulary: int) -> None:
-        """`vocabulary` is how many ids the model has that checks the drafts."""
+    def __init__(
+        self, draft: LoadedModel, vocabulary: int, *, cost: float = 0.0, check: CheckCost = CHECK_COSTS["cpu"]
+    ) -> None:
+        """`vocabulary` is how many ids the model has that checks the drafts, `cost` a forward of this one in its."""
+        self._cost, self._check = cost, check
         options = CacheOptions(kind=draft.execution.default_cache)
         self.forward: Forward = make_forward(draft.model, options=options, way=draft.way_for(options))
         lengths = (draft.context_limit, exact_length(draft.model.config))
@@ -178,7 +242,10 @@ class DraftModel:
 
     def _count(self, most: int) -> int:
         """Ids to draft; one now and then where drafts are hardly ever right, to notice when they become so."""
-        worthwhile = self._acceptance.worthwhile(most)
+        if not best_length(1.0, MAX_DRAFT_TOKENS, self._check, self._cost):
+            self.notes = (f"a forward of the draft model costs {self._cost:.2f} of the model's: no draft would pay",)
+            return 0
+        worthwhile = best_length(self._acceptance.rate, most, self._check, self._cost)
         self._passed = 0 if worthwhile else self._passed + 1
         return worthwhile or min(most, int(self._passed % _PROBE_EVERY == 0))
 

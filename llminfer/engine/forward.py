@@ -21,7 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llminfer.engine.abilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
+from llminfer.engine.abilities import (
+    check_chunks,
+    forward_parameters,
+    layer_types,
+    prepares_by_default,
+    text_config,
+    why_one_at_a_time,
+)
 from llminfer.engine.cache import (
     cache_bytes,
     crop_cache,
@@ -39,6 +46,10 @@ from llminfer.params import CacheOptions
 _CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 # tokens of a prompt at a time: enough to keep a processor busy, few enough to bound what a layer holds at once
 DEFAULT_PREFILL_CHUNK = 2048
+# by kind of device: tokens that begin a prompt at once, in which element types. They need no mask, so a
+# kernel takes them that later chunks cannot have; where there is none, all scores would be in memory
+_FIRST_CHUNKS = {"cuda": (32768, frozenset({torch.bfloat16, torch.float16}))}
+_WIDEST_FUSED_HEAD = 256
 # a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
 _WHOLE_PROMPT = frozenset({"quantized", "none"})
 
@@ -124,7 +135,7 @@ def make_forward(
 
 
 def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
-    """Tokens of a prompt to feed at a time, None for all at once.
+    """Tokens of a prompt to feed at a time at most, None for all at once.
 
     Raises:
         UnsupportedArchitecture: when chunks were asked for and the model cannot be fed so.
@@ -133,7 +144,25 @@ def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
         check_chunks(model.config, type(model).__name__)
         return options.prefill_chunk
     whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
-    return None if whole else DEFAULT_PREFILL_CHUNK
+    return None if whole else _first_chunk(model, options)
+
+
+def _first_chunk(model: Any, options: CacheOptions) -> int:
+    """Tokens that may begin a prompt at once: many where attention needs no mask and keeps no scores."""
+    tokens, dtypes = _FIRST_CHUNKS.get(model.device.type, (DEFAULT_PREFILL_CHUNK, frozenset[torch.dtype]()))
+    fused = model.dtype in dtypes and options.name != "window" and _is_fused(model)
+    return tokens if fused else DEFAULT_PREFILL_CHUNK
+
+
+def _is_fused(model: Any) -> bool:
+    """Whether every layer attends through torch's function, causally, with keys as wide as values."""
+    text = text_config(model.config)
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int) or hasattr(text, "kv_lora_rank"):
+        return False
+    width = getattr(text, "head_dim", None) or hidden // heads
+    full = layer_types(model.config) == {"full_attention"}
+    return full and width <= _WIDEST_FUSED_HEAD and model.config._attn_implementation == "sdpa"
 
 
 def _takes_pieces(model: Any) -> bool:
@@ -146,7 +175,7 @@ def _pieces(model: Any, options: CacheOptions) -> Pieces:
     """How this model is to be fed when more than one id comes at once."""
     chunk = prefill_chunk(model, options)
     if chunk is not None:
-        return _chunks_of(chunk)
+        return _chunks_of(chunk, options.prefill_chunk or DEFAULT_PREFILL_CHUNK)
     return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
 
 
@@ -154,10 +183,12 @@ def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
     yield new_ids
 
 
-def _chunks_of(size: int) -> Pieces:
+def _chunks_of(first: int, size: int) -> Pieces:
     def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-        for start in range(0, len(new_ids), size):
-            yield new_ids[start : start + size]
+        start, end = 0, size if fed else first
+        while start < len(new_ids):
+            yield new_ids[start:end]
+            start, end = end, end + size
 
     return split
 

@@ -19,6 +19,7 @@ from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, rea
 from llminfer.engine.cache_kinds import check_cache
 from llminfer.engine.checkpoint import Checkpoint
 from llminfer.engine.checkpoint_cache import read_manifest
+from llminfer.engine.compiled import CompiledStep
 from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
@@ -49,6 +50,7 @@ class LoadedModel:
         execution: what carries out the arithmetic.
         weights_bytes: bytes of all that the model holds: parameters, buffers and packed weights.
         way: how to feed the model over a growing cache, where it is not the model's own way.
+        compiled_steps: the compiled steps made so far, by the tokens that their caches have room for.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LoadedModel:
     execution: Execution = field(default_factory=Execution)
     weights_bytes: int | None = None
     way: Way | None = None
+    compiled_steps: dict[int, CompiledStep] = field(default_factory=dict)
 
     def way_for(self, options: CacheOptions) -> Way | None:
         """How to feed the model over such a cache, None for its own way."""
@@ -220,6 +223,8 @@ def _load_weights(
         checkpoint.folder,
         config=config,
         dtype=dtype,
+        # unasked, quantizers place their layers on the current GPU or on the CPU
+        device_map={"": device} if getattr(config, "quantization_config", None) is not None else None,
         trust_remote_code=trust_remote_code,
         local_files_only=True,
         use_safetensors=not checkpoint.pickled,

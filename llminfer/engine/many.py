@@ -9,10 +9,10 @@ from typing import Any
 from llminfer.engine.batch import BatchLoad, Row, decode_batch
 from llminfer.engine.clock import Clock
 from llminfer.engine.device import synchronizer
+from llminfer.engine.generation_defaults import effective_sampling
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_messages, encode_prompt
 from llminfer.engine.run import (
-    effective_sampling,
     explain,
     make_output,
     make_started,

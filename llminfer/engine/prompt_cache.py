@@ -1,8 +1,8 @@
 """A run's cache in a file: what a later prompt begins with as well need not be fed again.
 
 The file is one safetensors file: a tensor per kept part of a layer, the token ids, and metadata that
-says of what model, in what element type and by what version it was made. Keys and values are only
-worth something to the same weights, so the model is known by a digest over all of its files.
+names all that shapes keys and values: the model by a digest over all of its files, how its weights are
+held and by what it is computed, the kind of cache. Only a run of the same may use it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +35,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from llminfer.atomic import replacing
 from llminfer.engine.cache import WHOLE_CACHES
 from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
 from llminfer.engine.checkpoint_cache import file_digest
@@ -47,7 +46,9 @@ from llminfer.engine.window_cache import WindowLayer
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
 from llminfer.params import CacheOptions
 
-FORMAT, FORMAT_VERSION = "llminfer prompt cache", "1"
+FORMAT = "llminfer prompt cache"
+# raise it whenever another layout is written, or more has to be the same
+FORMAT_VERSION = 2
 _IDS = "token_ids"
 _NEW_FILE = "delete the file to begin a new one"
 # exact classes: a subclass may keep more than is written here
@@ -73,8 +74,8 @@ def load_prompt_cache(
     At least the prompt's last token is left to feed.
 
     Raises:
-        PromptCacheMismatch: when the file is damaged, of another model, element type, version or kind
-            of cache, or would have to be cut back where its layers cannot.
+        PromptCacheMismatch: when the file is damaged, of another model, element type, weights format,
+            engine, version or kind of cache, or would have to be cut back where its layers cannot.
     """
     if not file.exists():
         return None
@@ -117,19 +118,12 @@ def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """In a file beside it first, readable by its owner alone, since it holds the prompt."""
-    beside = None
+    """Readable by its owner alone, since it holds the prompt."""
     try:
-        handle, beside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        os.close(handle)
-        save_file(dict(tensors), beside, metadata=dict(metadata))
-        os.replace(beside, file)
+        with replacing(file) as beside:
+            save_file(dict(tensors), beside, metadata=dict(metadata))
     except (OSError, SafetensorError) as error:
         raise GenerationFailed(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        if beside is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
 
 
 @contextlib.contextmanager
@@ -147,15 +141,22 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _identity(loaded: LoadedModel, options: CacheOptions) -> dict[str, str]:
-    """What must be the same in the run that writes and the one that reads."""
+    """What must be the same in the run that writes and the one that reads.
+
+    How a prompt was fed is not in it: reading the file is another way of feeding.
+    """
     if loaded.folder is None:
         raise UsageError("a prompt cache needs a model that was loaded from a folder")
     return {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": str(FORMAT_VERSION),
         "model": _digest(loaded.folder),
         "model_name": loaded.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
+        "weights": loaded.execution.weights_format or "",
+        "engine": loaded.execution.engine,
+        "compiled": "yes" if loaded.execution.compiled else "",
         "transformers": transformers.__version__,
         "cache": options.name,
         "window": str(options.window or ""),

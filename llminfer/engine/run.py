@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +13,10 @@ from llminfer.engine.cache_kinds import Fed, check_cache, piece_sizes, predict_c
 from llminfer.engine.clock import Clock
 from llminfer.engine.compiled import CompiledStep, compile_step, compiled_room
 from llminfer.engine.continuation import exact_length
-from llminfer.engine.detokenizer import make_detokenizer
+from llminfer.engine.detokenizer import make_detokenizer, special_token_ids
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
 from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill_chunk
+from llminfer.engine.generation_defaults import effective_sampling, effective_stop
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
 from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
@@ -24,87 +24,18 @@ from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.speculate import Drafting, decode_drafts, make_drafting
 from llminfer.engine.stop import Output, StopMatcher
-from llminfer.errors import GenerationFailed, InvalidParams, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
+from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, UsageError
 from llminfer.events import DraftCache, Event, Finished, FinishReason, Started, Step
 from llminfer.kv.footprint import Footprint
 from llminfer.params import (
     DEFAULT_KV_BITS,
-    NEVER_FROM_MODEL,
     SAMPLER_FIELDS,
-    SAMPLING_RANGES,
     CacheOptions,
     SamplingParams,
     Speculation,
     StopCriteria,
-    check_range,
 )
 from llminfer.units import format_bytes
-
-# what a generation_config may state that this loop does not do, with the value that means "off"
-_UNSUPPORTED_DEFAULTS: Mapping[str, object] = {
-    "num_beams": 1,
-    "top_h": None,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "min_length": 0,
-    "guidance_scale": 1.0,
-    "penalty_alpha": None,
-}
-
-
-def effective_sampling(
-    flags: Mapping[str, Any], model_defaults: Mapping[str, Any]
-) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The sampling in force: flags, then the model's own generation_config, then temperature 1 unfiltered.
-
-    A generation_config that says `do_sample: false` means temperature 0. Without a seed a random
-    one is drawn, so that the run can be repeated.
-
-    Returns:
-        The params, each with its origin, and notes on what the generation_config states but this
-        loop does not do.
-
-    Raises:
-        InvalidParams: for a value out of its range, wherever it came from.
-    """
-    stated = dict(model_defaults)
-    if stated.get("do_sample") is False:
-        stated["temperature"] = 0.0
-    values: dict[str, Any] = {}
-    origins = {}
-    if stated.get("bad_words_ids"):
-        stated["bad_words"] = _stated_bad_words(stated["bad_words_ids"])
-    for name in SAMPLER_FIELDS:
-        flag, model = flags.get(name), stated.get(name)
-        if flag is not None:
-            values[name], origins[name] = flag, "flag"
-        elif model is not None and name not in NEVER_FROM_MODEL:
-            if name in SAMPLING_RANGES:
-                check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
-            values[name], origins[name] = model, "model"
-        else:
-            origins[name] = "default"
-    if "seed" not in values:
-        values["seed"], origins["seed"] = random.SystemRandom().randrange(2**32), "random"
-    ignored = sorted(name for name, off in _UNSUPPORTED_DEFAULTS.items() if stated.get(name, off) not in (off, None))
-    notes = (f"the model's generation_config also states {', '.join(ignored)}, not applied",) if ignored else ()
-    return SamplingParams(**values, origins=origins), notes
-
-
-def _stated_bad_words(stated: Any) -> tuple[tuple[int, ...], ...]:
-    words = stated if isinstance(stated, list) else [stated]
-    if not all(isinstance(word, list) and all(isinstance(token_id, int) for token_id in word) for word in words):
-        raise InvalidParams("bad_words_ids in the model's generation_config is not a list of lists of ids")
-    return tuple(tuple(word) for word in words)
 
 
 def generate(
@@ -158,7 +89,7 @@ def generate(
     room, compiled = len(prompt.ids) + limit[0] - 1, None
     if loaded.execution.compiled:
         room = compiled_room(room)
-        compiled = compile_step(loaded.model, room)
+        compiled = _compiled_once(loaded, room)
         clock.skip()
     forward = _make_forward(loaded, options, room, prompt.ids, compiled)
     feeding = Feeding(options=options, reused=len(forward.ids), room=room, drafting=drafting)
@@ -235,7 +166,7 @@ def make_started(
         prompt_ids=prompt.ids,
         prompt_text=prompt.text,
         sampling=params,
-        stop=stop,
+        stop=effective_stop(stop, loaded.generation_defaults),
         eos_ids=tuple(sorted(loaded.eos_ids)),
         context_limit=loaded.context_limit,
         engine=loaded.execution.engine,
@@ -247,6 +178,7 @@ def make_started(
         kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         speculation=feeding.drafting.speculation if feeding.drafting else None,
         draft_model=feeding.drafting.draft.name if feeding.drafting and feeding.drafting.draft else None,
+        draft_cost=feeding.drafting.draft_cost if feeding.drafting else None,
         notes=(*loaded.notes, *notes, *prompt.notes),
     )
 
@@ -333,16 +265,33 @@ def make_output(
 
     `began_s` is when the run began on the clock.
     """
-    max_time_s = stop.max_time_s
+    max_time_s, tokenizer = stop.max_time_s, loaded.tokenizer
     return Output(
-        detokenizer=make_detokenizer(loaded.tokenizer),
+        detokenizer=make_detokenizer(tokenizer),
         matcher=StopMatcher(stop.stop),
+        hidden_texts=_hidden_texts(tokenizer, stop.stop),
         eos_ids=frozenset() if stop.ignore_eos else loaded.eos_ids,
         max_new_tokens=limit[0],
         limit_reason=limit[1],
-        token_text=lambda token_id: token_text(loaded.tokenizer, token_id),
+        token_text=lambda token_id: token_text(tokenizer, token_id),
         out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
     )
+
+
+def _hidden_texts(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
+    """The special tokens that a stop text names: they are not shown, and end a run all the same."""
+    if not stops:
+        return {}
+    texts = {token_id: str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in special_token_ids(tokenizer)}
+    return {token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in stops)}
+
+
+def _compiled_once(loaded: LoadedModel, room: int) -> CompiledStep:
+    """The compiled step of a model for so many tokens, made and warmed up by the first run that needs it."""
+    made = loaded.compiled_steps.get(room)
+    if made is not None:
+        return replace(made, compile_s=0.0)
+    return loaded.compiled_steps.setdefault(room, compile_step(loaded.model, room))
 
 
 @torch.inference_mode()  # a compiled step was made for tensors of this mode, and so are the loop's

@@ -2,8 +2,9 @@
 
 The order and the arithmetic are those of `generate()`: logit bias, repetition penalty, bad words, the
 least number of new tokens, temperature, top-k, top-p, min-p, typical-p, softmax, one draw. So with the
-same seed on the same device the tokens are the same. The presence and frequency penalties, which
-`generate()` lacks, stand where vLLM has them: behind the repetition penalty.
+same seed the tokens are the same, on a CPU and on CUDA; on MPS the draw is the CPU's, so only greedy
+tokens are. The presence and frequency penalties, which `generate()` lacks, stand where vLLM has them:
+behind the repetition penalty.
 """
 
 from __future__ import annotations

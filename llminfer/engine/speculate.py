@@ -20,7 +20,7 @@ from torch import Tensor
 from llminfer.engine.abilities import layer_types, model_class, text_config, why_one_at_a_time
 from llminfer.engine.cache import keep_past
 from llminfer.engine.clock import Clock
-from llminfer.engine.drafts import Drafter, DraftModel, PromptLookup, agreeing
+from llminfer.engine.drafts import Drafter, DraftModel, PromptLookup, agreeing, check_cost, relative_cost
 from llminfer.engine.forward import Forward
 from llminfer.engine.sampler import Draw, Sampler
 from llminfer.engine.stop import Output
@@ -203,11 +203,15 @@ def _length_notes(exact_length: int | None, length: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What drafts for a run; `draft` is the model that does, None where the text itself does."""
+    """What drafts for a run; `draft` is the model that does, None where the text itself does.
+
+    `draft_cost` is a forward of that model, in forwards of the one that checks.
+    """
 
     speculation: Speculation
     drafter: Drafter
     draft: LoadedModel | None = None
+    draft_cost: float | None = None
 
 
 def make_drafting(
@@ -227,12 +231,14 @@ def make_drafting(
     if loaded.execution.compiled:
         raise UsageError("a compiled step takes one token, so it does not go with speculation", hint="drop one of them")
     check_speculation(speculation, options, loaded.model.config, loaded.name)
+    check = check_cost(loaded.device.type)
     if draft is None:
-        return Drafting(speculation=speculation, drafter=PromptLookup())
+        return Drafting(speculation=speculation, drafter=PromptLookup(check))
     check_speculation(speculation, CacheOptions(), draft.model.config, draft.name)
     check_vocabularies(draft.tokenizer, loaded.tokenizer, draft_name=draft.name, source=loaded.name)
-    drafter = DraftModel(draft, vocabulary=text_config(loaded.model.config).vocab_size)
-    return Drafting(speculation=speculation, drafter=drafter, draft=draft)
+    cost, vocabulary = relative_cost(draft, loaded), text_config(loaded.model.config).vocab_size
+    drafter = DraftModel(draft, vocabulary, cost=cost, check=check)
+    return Drafting(speculation=speculation, drafter=drafter, draft=draft, draft_cost=cost)
 
 
 # Who may speculate

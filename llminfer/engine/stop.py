@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from llminfer.engine.detokenizer import Detokenizer
 from llminfer.events import FinishReason
@@ -21,28 +22,33 @@ class StopMatcher:
     stops: Sequence[str]
     held: str = ""
     matched: str | None = None
+    _held_shown: bytes = b""  # for each held character, whether it is to be shown
     _longest: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._longest = max(map(len, self.stops), default=0)
 
-    def push(self, text: str) -> str:
-        """Take more text; return what is safe to show. After a match nothing more comes out."""
+    def push(self, text: str, hidden: str = "") -> str:
+        """Take more text, and what comes after it and is never shown; return what is safe to show.
+
+        After a match nothing more comes out.
+        """
         if not self._longest or self.matched is not None:
             return text if self.matched is None else ""
-        buffer = self.held + text
+        buffer, shown = self.held + text + hidden, self._held_shown + b"\1" * len(text) + b"\0" * len(hidden)
         found = min(((at + len(stop), at, stop) for stop in self.stops if (at := buffer.find(stop)) >= 0), default=None)
         if found is not None:
-            _, at, self.matched = found
-            self.held = ""
-            return buffer[:at]
-        keep = self._held_length(buffer)
-        self.held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
+            _, end, self.matched = found
+            self.held, self._held_shown = "", b""
+        else:
+            end = len(buffer) - self._held_length(buffer)
+            self.held, self._held_shown = buffer[end:], shown[end:]
+        return "".join(compress(buffer[:end], shown))
 
     def flush(self) -> str:
         """The held text, once no more text will come."""
-        text, self.held = self.held, ""
+        text = "".join(compress(self.held, self._held_shown))
+        self.held, self._held_shown = "", b""
         return text
 
     def _held_length(self, buffer: str) -> int:
@@ -62,6 +68,7 @@ class Output:
         eos_ids: ids that end the run; their own text is never shown.
         max_new_tokens: the most ids to take, and `limit_reason` what reaching that is called.
         token_text: a token's own text, for records.
+        hidden_texts: of tokens that are not shown, the texts that stop texts may be found in.
         out_of_time: whether the time limit is reached.
         detail: the EOS id or the stop text that ended the run.
     """
@@ -72,6 +79,7 @@ class Output:
     max_new_tokens: int
     limit_reason: FinishReason
     token_text: Callable[[int], str]
+    hidden_texts: Mapping[int, str] = field(default_factory=dict)
     out_of_time: Callable[[], bool] = lambda: False
     count: int = 0
     reason: FinishReason | None = None
@@ -83,7 +91,7 @@ class Output:
         if token_id in self.eos_ids:
             self.reason, self.detail = "eos", token_id
             return ""
-        text = self.matcher.push(self.detokenizer.push(token_id))
+        text = self.matcher.push(self.detokenizer.push(token_id), self.hidden_texts.get(token_id, ""))
         if self.matcher.matched is not None:
             self.reason, self.detail = "stop", self.matcher.matched
         elif self.count >= self.max_new_tokens:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llminfer.atomic import replacing
 from llminfer.errors import LlminferError, UsageError
 
 SCHEMA_VERSION = 1
@@ -40,21 +38,11 @@ def write_transcript(file: Path, transcript: Transcript) -> None:
     """
     document = {"schema_version": SCHEMA_VERSION, **asdict(transcript)}
     data = json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"
-    target = Path(os.path.realpath(file))  # a link stays a link
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        with open(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
+        with replacing(file) as beside:
+            beside.write_bytes(data)
     except OSError as error:
         raise LlminferError(f"cannot write {file}: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
 
 
 def read_transcript(file: Path) -> Transcript:

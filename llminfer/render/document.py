@@ -41,6 +41,7 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "finish_detail": finished.detail,
         "eos_token_ids": list(started.eos_ids),
         "stop": list(started.stop.stop),
+        "stop_from_model": started.stop.stop_from_model,
         "max_new_tokens": started.stop.max_new_tokens,
         "ignore_eos": started.stop.ignore_eos,
         "context_limit": started.context_limit,
@@ -170,6 +171,7 @@ def _speculation(trace: Trace, started: Started) -> dict[str, Any] | None:
     return {
         "kind": started.speculation.kind,
         "draft_model": started.draft_model,
+        "draft_cost": started.draft_cost,
         "draft_tokens": started.speculation.draft_tokens,
         "drafted": trace.drafted,
         "accepted": trace.accepted,

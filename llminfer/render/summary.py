@@ -138,7 +138,7 @@ def _speculation_lines(trace: Trace) -> Iterator[Text]:
 def _stop_text(started: Started, finished: Finished, tokens: int) -> str:
     details = {
         "eos": f"eos, id {finished.detail}",
-        "stop": f"stop, {finished.detail!r}",
+        "stop": f"stop, {finished.detail!r}{' (model)' if started.stop.stop_from_model else ''}",
         "length": f"length, the limit of {started.stop.max_new_tokens} tokens",
         "time": f"time, the limit of {started.stop.max_time_s} s",
         "context": f"context, the model's limit of {started.context_limit} tokens",

@@ -94,7 +94,10 @@ def test_the_document_counts_drafts_and_forwards(run_cli: Cli, scripted: Scripte
     assert plain["token_ids"] == document["token_ids"]
 
 
-def test_a_model_drafts_and_its_cache_is_counted_too(run_cli: Cli, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_model_drafts_and_its_cache_is_counted_too(
+    run_cli: Cli, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llminfer.engine.speculate.relative_cost", lambda draft, loaded: 0.0)
     tokenizer = byte_level_tokenizer()
     draft = save_tiny_checkpoint(tmp_path, tiny_config("gpt2", vocab_size=len(tokenizer)), tokenizer=tokenizer)
     out, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos", "--json")
@@ -103,6 +106,13 @@ def test_a_model_drafts_and_its_cache_is_counted_too(run_cli: Cli, tiny_llama: P
     assert figures["draft_kv_predicted_bytes"] == figures["draft_kv_measured_bytes"] > 0
     _, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos")
     assert "its own KV cache of" in err
+
+
+def test_a_draft_model_is_packed_as_the_other_is(run_cli: Cli, tiny_llama: Path) -> None:
+    out, _ = run(run_cli, tiny_llama, "--draft", tiny_llama, "--weights", "int8", "--ignore-eos", "--json")
+    document = json.loads(out)
+    assert document["weights"] == "int8"
+    assert document["speculation"]["draft_cost"] == 1.0
 
 
 def test_a_chat_says_how_many_drafts_were_right(

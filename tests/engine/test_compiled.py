@@ -104,6 +104,33 @@ def test_another_run_of_the_same_room_reuses_the_graph(graphs: list[Any]) -> Non
     assert counters["stats"]["unique_graphs"] == made
 
 
+def test_a_model_is_warmed_up_once_for_each_room(
+    graphs: list[Any], monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    loaded, warmed, warm = load_compiled(tiny_llama), [], compiled._warm
+
+    def counted(model: Any, room: int) -> Any:
+        warmed.append(room)
+        return warm(model, room)
+
+    def run(tokens: int) -> tuple[int, float, list[int]]:
+        """Runs of a graph, what making it took, and the tokens."""
+        graphs.clear()
+        trace = run_of(loaded, tokens=tokens)
+        assert trace.started is not None
+        assert trace.started.compile_s is not None
+        return len(graphs), trace.started.compile_s, trace.token_ids
+
+    monkeypatch.setattr(compiled, "_warm", counted)
+    (first_runs, compile_s, first), (again_runs, again_s, again) = run(6), run(6)
+    assert (first_runs, again_runs) == (1 + 5, 5)
+    assert compile_s > again_s == 0
+    assert first == again
+    assert warmed == [256]
+    run(300)
+    assert warmed == [256, 512]
+
+
 def test_a_compiled_run_has_the_tokens_and_the_bytes_of_its_static_cache(graphs: list[Any], tiny_llama: Path) -> None:
     loaded = load_compiled(tiny_llama)
     trace = run_of(loaded)

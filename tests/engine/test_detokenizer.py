@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from llminfer.engine.detokenizer import make_detokenizer
-from llminfer.engine.stop import StopMatcher
+from llminfer.engine.stop import Output, StopMatcher
 from tests.tiny_checkpoints import byte_level_tokenizer, sentencepiece_tokenizer
 
 PIECES = ("Hello", " big", " world", "\ufffd", "日本", "👩‍👩‍👧", "é", "\n\n", "  ", "don't", " .")
@@ -60,7 +60,77 @@ def whole(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+def without_broken_bytes(ids: list[int]) -> list[int]:
+    """Of the sentencepiece vocabulary: each byte that belongs to no character is the token U+FFFD in its place."""
+    tokenizer, result, run = TOKENIZERS["sentencepiece"], [], bytearray()
+    replacement = tokenizer.convert_tokens_to_ids("\ufffd")
+
+    def end_run() -> None:
+        data = bytes(run)
+        run.clear()
+        while data:
+            try:
+                data.decode()
+                whole, broken = len(data), 0
+            except UnicodeDecodeError as error:
+                whole, broken = error.start, error.end - error.start
+            result.extend([*(3 + byte for byte in data[:whole]), *[replacement] * broken])
+            data = data[whole + broken :]
+
+    for token_id in ids:
+        if token_id in tokenizer.all_special_ids:  # left out before anything is decoded
+            continue
+        if 3 <= token_id < 3 + 256:
+            run.append(token_id - 3)
+        else:
+            end_run()
+            result.append(token_id)
+    end_run()
+    return result
+
+
+@settings(max_examples=1000, deadline=None)
+@given(data=st.data())
+def test_byte_tokens_are_decoded_as_the_tokenizer_does_but_for_broken_ones(data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    written = st.text(max_size=3).map(lambda text: [3 + byte for byte in text.encode("utf-8", "surrogatepass")])
+    anything = st.lists(st.integers(0, len(tokenizer) - 1), max_size=3)
+    bytes_alone = st.lists(st.integers(3 + 0x80, 3 + 0xFF), max_size=4)
+    parts = data.draw(st.lists(st.one_of(written, written, anything, bytes_alone), max_size=8))
+    ids = [token_id for part in parts for token_id in part]
+    text = "".join(stream(tokenizer, ids))
+    mended = without_broken_bytes(ids)
+    assert text == whole(tokenizer, mended)
+    if mended == [token_id for token_id in ids if token_id not in tokenizer.all_special_ids]:
+        assert text == whole(tokenizer, ids)
+
+
+def test_characters_of_byte_tokens_come_at_once_and_stop() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    ids = [3 + byte for byte in "北京🐙。 and so on".encode()]
+    assert stream(tokenizer, ids)[:14] == ["", "", "北", "", "", "京", "", "", "", "🐙", "", "", "。", " "]
+    output = Output(
+        detokenizer=make_detokenizer(tokenizer),
+        matcher=StopMatcher(["🐙。"]),
+        eos_ids=frozenset(),
+        max_new_tokens=99,
+        limit_reason="length",
+        token_text=str,
+    )
+    texts = []
+    while output.reason is None:
+        texts.append(output.push(ids[output.count]))
+    assert (output.reason, output.count, "".join(texts)) == ("stop", 13, "北京")
+
+
+def test_a_broken_byte_spoils_itself_alone() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    ids = [3 + byte for byte in b"a\xe4\xbd\xa0\xe5b\xff"]
+    assert stream(tokenizer, ids) == ["a", "", "", "你", "", "\ufffdb", "\ufffd", ""]
+    assert whole(tokenizer, ids) == "\ufffd" * 7
+
+
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if name != "sentencepiece"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_the_stream_equals_the_decode_of_all_ids(name: str, data: st.DataObject) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from llminfer.engine import load as load_module
 from llminfer.engine.clock import Clock
 from llminfer.engine.device import available_devices, choose_device, choose_dtype, is_out_of_memory, synchronizer
 from llminfer.engine.sampler import make_sampler
@@ -24,13 +27,30 @@ CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda:0"), torch.device("mps"
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Pretends that the machine has these devices and abilities."""
+    selected = [0]  # as in torch, what is asked of "the" GPU is answered for the current one
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        selected.append(device.index)
+        yield
+        selected.pop()
 
     def pretend(
-        *, cuda: int = 0, mps: bool = False, cuda_bf16: bool = True, macos_14: bool = True, cpu: tuple[str, ...] = ()
+        *,
+        cuda: int = 0,
+        mps: bool = False,
+        cuda_bf16: bool | dict[int, bool] = True,
+        macos_14: bool = True,
+        cpu: tuple[str, ...] = (),
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: cuda_bf16)
+        monkeypatch.setattr(torch.cuda, "device", current)
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True: cuda_bf16[selected[-1]] if isinstance(cuda_bf16, dict) else cuda_bf16,
+        )
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos_14)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(cpu, True), raising=False)
@@ -141,6 +161,14 @@ def test_auto_keeps_the_checkpoints_type_where_it_is_fast(
     assert choose_dtype("auto", device, checkpoint) == (chosen, note)
 
 
+def test_each_gpu_is_asked_for_itself(machine: Callable[..., None]) -> None:
+    machine(cuda=2, cuda_bf16={0: True, 1: False})
+    assert choose_dtype("auto", CUDA, BF16) == (BF16, None)
+    assert choose_dtype("auto", torch.device("cuda:1"), BF16) == (F16, "float16, since cuda:1 has no bfloat16")
+    with pytest.raises(InvalidParams, match="cuda:1 cannot compute in bfloat16"):
+        choose_dtype("bfloat16", torch.device("cuda:1"), F32)
+
+
 def test_a_torch_that_cannot_tell_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert choose_dtype("auto", CPU, BF16)[0] is F32
@@ -205,6 +233,32 @@ def test_a_type_that_is_not_the_checkpoints_is_noted(
     document = json.loads(run_cli("generate", "a", "-m", folder, "-n", "2", "--json")[1])
     assert document["dtype"] == "bfloat16"
     assert not any("dtype" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(("quantization", "placed"), [({"quant_method": "bitsandbytes"}, {"": CUDA}), (None, None)])
+def test_quantized_weights_are_placed_by_name(
+    monkeypatch: pytest.MonkeyPatch, quantization: dict[str, str] | None, placed: dict[str, torch.device] | None
+) -> None:
+    given: dict[str, object] = {}
+
+    class Model:
+        def to(self, device: torch.device) -> Model:
+            assert device == CUDA
+            return self
+
+        def eval(self) -> Model:
+            return self
+
+        @classmethod
+        def from_pretrained(cls, folder: Path, **arguments: object) -> object:
+            given.update(arguments)
+            return cls(), {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
+
+    monkeypatch.setattr(load_module, "auto_class", lambda config: Model)
+    config = LlamaConfig(quantization_config=quantization) if quantization else LlamaConfig()
+    checkpoint = SimpleNamespace(folder=Path("x"), pickled=False)
+    load_module._load_weights(checkpoint, config, F16, CUDA, False)  # type: ignore[arg-type]
+    assert given["device_map"] == placed
 
 
 # Waiting for the device, and drawing beside it

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from llminfer.engine import forward as forward_module
 from llminfer.engine.abilities import NOT_CONTINUED, ONE_AT_A_TIME
 from llminfer.engine.forward import DEFAULT_PREFILL_CHUNK, PlainForward, PreparedForward, make_forward, prefill_chunk
 from llminfer.engine.run import generate
@@ -137,6 +138,59 @@ def test_a_checkpoints_own_code_is_not_fed_in_pieces_unless_asked() -> None:
         steps_of(forward, prompt_of(5), 1)
         steps_of(forward, prompt_of(3), 1)
     assert seen.fed == [5, 1, 1, 1]
+
+
+def on_device(device: str, model_type: str = "llama", dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
+    """A model that says it were on such a device; it has no weights."""
+    config = tiny_config(model_type, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.__class__ = type("Placed", (type(model),), {"device": torch.device(device)})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "chunk"),
+    [
+        (on_device("cuda"), {}, 32768),
+        (on_device("cuda:1", dtype=torch.float16), {"kind": "static"}, 32768),
+        (on_device("cuda", "qwen3"), {"kind": "growing"}, 32768),
+        (on_device("cpu"), {}, 2048),
+        (on_device("mps"), {}, 2048),
+        # no kernel without scores for grouped queries in float32, nor for heads this wide, nor for windows
+        (on_device("cuda", dtype=torch.float32), {}, 2048),
+        (on_device("cuda", head_dim=512), {}, 2048),
+        (on_device("cuda", "mistral"), {}, 2048),
+        (on_device("cuda", "gemma2"), {}, 2048),
+        (on_device("cuda", "deepseek_v3"), {}, 2048),
+        (on_device("cuda", "mamba2"), {}, 2048),
+        (on_device("cuda"), {"window": 64}, 2048),
+        (on_device("cuda"), {"prefill_chunk": 7}, 7),
+        (on_device("cuda"), {"kind": "none"}, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else str(value),
+)
+def test_a_prompt_begins_with_as_much_as_attention_takes_without_a_mask(
+    model: Any, options: dict[str, Any], chunk: int | None
+) -> None:
+    assert prefill_chunk(model, CacheOptions(**options)) == chunk
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "growing", "static"])
+@pytest.mark.parametrize("length", [5, 24, 25, 70])
+def test_a_longer_first_chunk_gives_the_tokens_and_bytes_of_one_pass(
+    monkeypatch: pytest.MonkeyPatch, kind: str, length: int
+) -> None:
+    model, prompt, options = tiny("llama"), prompt_of(length), CacheOptions(kind=kind)
+    whole = steps_of(make_forward(model, options=options, max_tokens=100), prompt, 8)
+    monkeypatch.setattr(forward_module, "_FIRST_CHUNKS", {"cpu": (24, frozenset({torch.float32}))})
+    monkeypatch.setattr(forward_module, "DEFAULT_PREFILL_CHUNK", 10)
+    with watched(model) as seen:
+        steps = steps_of(make_forward(model, options=options, max_tokens=100), prompt, 8)
+    first, rest = min(length, 24), max(length - 24, 0)
+    assert seen.fed[:-7] == [first, *(10 for _ in range(rest // 10)), *([rest % 10] if rest % 10 else [])]
+    assert [step.token_id for step in steps] == [step.token_id for step in whole]
+    assert [step.kv_bytes for step in steps] == [step.kv_bytes for step in whole]
 
 
 def long_llama(**options: Any) -> Any:

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from llminfer.engine import prompt_cache
 from llminfer.engine.checkpoint import inspect_checkpoint
 from llminfer.engine.load import LoadedModel, load
+from llminfer.engine.prompt_cache import load_prompt_cache
 from llminfer.engine.run import generate
 from llminfer.errors import GenerationFailed, LlminferError, PromptCacheMismatch
 from llminfer.events import Finished, Started, Step
-from llminfer.params import CacheOptions, StopCriteria
+from llminfer.params import CacheOptions, Execution, StopCriteria
 from tests.engine.test_prefill import watched
 from tests.tiny_checkpoints import byte_level_tokenizer, save_tiny_checkpoint
 from tests.tiny_models import tiny_config
@@ -183,9 +184,64 @@ def test_what_differs_is_named(loaded: Any, tmp_path: Path) -> None:
     rewrite(file, transformers="4.0.0", dtype="bfloat16")
     with pytest.raises(PromptCacheMismatch, match=r"dtype bfloat16, here float32; transformers 4\.0\.0, here"):
         run(model, LONG, file)
-    rewrite(file, format_version="2")
-    with pytest.raises(PromptCacheMismatch, match="format version 2, here 1"):
-        run(model, LONG, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "named"),
+    [
+        ({"execution": Execution(weights="int8")}, {}, "weights none, here int8"),
+        ({"execution": Execution(weights="float32")}, {}, "weights none, here float32"),
+        ({"execution": Execution(engine="native")}, {"kind": "growing"}, "engine transformers"),
+        ({"execution": Execution(compiled=True)}, {"kind": "static"}, "compiled none"),
+        ({"dtype": torch.bfloat16}, {}, "dtype float32"),
+        ({"device": torch.device("meta")}, {}, "device cpu"),
+        ({}, {"kind": "growing"}, "cache dynamic"),
+        ({}, {"kind": "static"}, "cache dynamic"),
+        ({}, {"window": 32}, "cache dynamic, here window"),
+        ({"format_version": 3}, {}, "format version 2, here 3"),
+        ({"transformers": "5.99.0"}, {}, "transformers .*, here 5.99.0"),
+    ],
+)
+def test_each_thing_that_shaped_a_cache_has_to_be_the_same(
+    loaded: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    options: dict[str, Any],
+    named: str,
+) -> None:
+    model, file = loaded("llama"), tmp_path / "cache.safetensors"
+    made_with = {key: value for key, value in options.items() if key == "kind" and "execution" in change}
+    started, *_ = run(model, LONG, file, **made_with)
+    if "format_version" in change:
+        monkeypatch.setattr(prompt_cache, "FORMAT_VERSION", change.pop("format_version"))
+    if "transformers" in change:
+        monkeypatch.setattr(prompt_cache.transformers, "__version__", change.pop("transformers"))
+
+    def reuse(model: LoadedModel) -> Any:
+        return load_prompt_cache(
+            file, model, CacheOptions(file=file, **options), max_tokens=500, prompt_ids=started.prompt_ids
+        )
+
+    with pytest.raises(PromptCacheMismatch, match=named):
+        reuse(replace(model, **change))
+    monkeypatch.undo()
+    if options == made_with:
+        assert len(reuse(model)[1]) == len(started.prompt_ids) - 1
+    assert run(model, LONG, file, **made_with)[0].reused_tokens == len(started.prompt_ids) - 1
+
+
+def test_packed_weights_do_not_use_what_others_have_cached(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    run(load(inspect_checkpoint(tiny_llama), dtype="float32", device="cpu"), LONG, file)
+    packed = load(inspect_checkpoint(tiny_llama), device="cpu", execution=Execution(weights="int8"))
+    with pytest.raises(PromptCacheMismatch, match="weights none, here int8"):
+        run(packed, LONG, file)
+    plain = run(packed, LONG)[1]
+    run(packed, LONG, tmp_path / "own")
+    started, steps, _ = run(packed, LONG, tmp_path / "own")
+    assert started.reused_tokens == len(started.prompt_ids) - 1
+    assert ids_of(steps) == ids_of(plain)
 
 
 def test_other_weights_of_the_same_shape_are_another_model(tmp_path: Path) -> None:

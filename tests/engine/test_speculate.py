@@ -583,6 +583,12 @@ def target(tiny_llama: Path) -> Any:
     return api.load(tiny_llama)
 
 
+@pytest.fixture
+def drafts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model is as large as the other here, so by its cost it would never draft."""
+    monkeypatch.setattr("llminfer.engine.speculate.relative_cost", lambda draft, loaded: 0.0)
+
+
 def small_draft(folder: Path, model_type: str = "gpt2", **options: Any) -> Any:
     tokenizer = byte_level_tokenizer()
     config = tiny_config(model_type, vocab_size=len(tokenizer), **options)
@@ -603,6 +609,7 @@ def with_and_without(target: Any, draft: Any, **sampling: Any) -> Trace:
     return drafted
 
 
+@pytest.mark.usefixtures("drafts_for_nothing")
 def test_a_model_that_drafts_for_itself_is_always_right(target: Any) -> None:
     trace = with_and_without(target, target)
     assert trace.acceptance_rate == 1.0
@@ -610,6 +617,15 @@ def test_a_model_that_drafts_for_itself_is_always_right(target: Any) -> None:
     assert trace.started.draft_model == target.name
 
 
+def test_a_draft_model_as_large_as_the_other_never_runs(target: Any) -> None:
+    trace = trace_of(api.generate(target, "A prompt", stop=StopCriteria(max_new_tokens=20), draft=target))
+    assert trace.started.draft_cost == 1.0
+    assert trace.drafted == 0
+    assert trace.finished.draft_cache is None
+    assert any("costs 1.00 of the model's: no draft would pay" in note for note in trace.finished.notes)
+
+
+@pytest.mark.usefixtures("drafts_for_nothing")
 @pytest.mark.parametrize("model_type", ["gpt2", "mistral"])  # the second with windows that fill
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5, "seed": 3}])
 def test_another_model_that_drafts_is_mostly_wrong_and_changes_nothing(
@@ -620,6 +636,7 @@ def test_another_model_that_drafts_is_mostly_wrong_and_changes_nothing(
     assert trace.accepted < trace.drafted
 
 
+@pytest.mark.usefixtures("drafts_for_nothing")
 def test_drafts_end_where_the_draft_models_context_does(target: Any, tmp_path: Path) -> None:
     trace = with_and_without(target, small_draft(tmp_path, n_positions=40, max_position_embeddings=40))
     assert trace.finished.draft_cache.cached_tokens <= 40
@@ -642,6 +659,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused_before_the_weights_are
 # A chat
 
 
+@pytest.mark.usefixtures("drafts_for_nothing")
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["lookup", "model"])
 def test_answers_are_the_same_with_drafts_turn_by_turn(tmp_path: Path, model_type: str, drafts: bool) -> None:
@@ -687,6 +705,7 @@ def test_a_number_of_draft_tokens_out_of_range_is_refused(count: int) -> None:
         Speculation(draft_tokens=count)
 
 
+@pytest.mark.usefixtures("drafts_for_nothing")
 def test_a_saved_cache_holds_what_was_accepted_and_nothing_else(target: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 2, "seed": 4}, "raw": True}
     options["stop"] = StopCriteria(max_new_tokens=20, ignore_eos=True)
