@@ -6,12 +6,12 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # two workers, each with whole files: tests of one file share the models they load
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test lint sweep bench-peers clean
+.PHONY: demo test lint sweep compiler capabilities sanitize bench-peers clean
 
 demo: $(VENV)/.model
 	$(BIN)/llminfer generate "Why is the sky blue? Answer in two sentences." --steps
 
-test: lint
+test: lint compiler
 	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
@@ -20,8 +20,16 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 # The full sweeps: every architecture, the long prompts, the slow references.
-sweep: $(VENV)/.test
+sweep: compiler
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+# The tests of kernels, packing and predictions once more, on each lesser processor that this one can stand for.
+capabilities: compiler
+	$(BIN)/python scripts/test_capabilities.py $(PYTEST_ARGS)
+
+# The native engine under the address and undefined-behaviour sanitizers; needs g++ or clang++.
+sanitize: $(VENV)/.test
+	$(BIN)/python scripts/test_sanitized.py
 
 # The other programs of benchmarks/decode.py, in an environment of their own. llama.cpp is compiled here, for
 # this processor, which takes a compiler and some minutes. What does not install is named and left out.
@@ -49,6 +57,12 @@ $(VENV)/.model: $(VENV)/.installed
 $(VENV)/.test: $(VENV)/.model
 	$(PIP) --editable '.[test]'
 	touch $@
+
+# The tests build the native engine: where there is no compiler, with the one from the package index.
+compiler: $(VENV)/.test
+	@if [ -z "$$CXX" ] && ! { command -v g++ || command -v clang++ || command -v c++; } >/dev/null; then \
+		$(BIN)/python -c 'import ziglang' 2>/dev/null || $(PIP) --editable '.[native]'; \
+	fi
 
 clean:
 	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

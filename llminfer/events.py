@@ -21,7 +21,7 @@ class Started:
     """The run is about to do its first forward.
 
     `weights` is the format that linear layers were packed in, None for those of the checkpoint, and
-    `weights_bytes` what the whole model holds.
+    `weights_bytes` what the whole model holds, by part in `weights_parts`.
     `kv_at_limit` is the predicted cache of prompt + max_new_tokens, None when the model's cache
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
@@ -55,6 +55,7 @@ class Started:
     engine: str = "transformers"
     weights: str | None = None
     weights_bytes: int | None = None
+    weights_parts: Mapping[str, int] | None = None
     compile_s: float | None = None
     notes: tuple[str, ...] = ()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# tests that may be skipped, and where; any other skip fails
+MAY_SKIP = (ROOT / "tests" / "may_skip.txt").read_text(encoding="utf-8").splitlines()
 
 # before anything reads them: tests share one cache, kept between runs, and never ask the network
 os.environ.setdefault("LLMINFER_CACHE", str(ROOT / ".cache" / "llminfer"))
@@ -20,6 +22,27 @@ os.environ.pop("LLMINFER_MODEL", None)
 # a shell that runs us in the background has Ctrl-C ignored, and what we start would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def fail_a_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Make a failure of a skip that nobody has agreed to: it may hide that a step before is missing."""
+    if report.skipped and not hasattr(report, "wasxfail") and report.nodeid not in MAY_SKIP:
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} was skipped and is not in tests/may_skip.txt: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_a_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_a_skip(report)
+    return report
 
 
 @pytest.fixture(scope="session")

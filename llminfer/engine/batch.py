@@ -20,6 +20,7 @@ from llminfer.engine.forward import make_forward
 from llminfer.engine.joined_cache import JoinedCache, can_join, has_tokens
 from llminfer.engine.sampler import Sampler
 from llminfer.engine.stop import Output
+from llminfer.engine.turns import turn_of
 from llminfer.events import Finished, FinishReason, Step
 
 
@@ -206,7 +207,8 @@ def _forward(model: Any, active: Sequence[Row], joined: JoinedCache) -> Tensor:
         if inputs.get("position_ids", positions) is None:
             # some unset them in favour of the cache's length, which is one number for all rows
             inputs["position_ids"] = positions
-    logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
+    with turn_of(model):
+        logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
     return logits
 
 

@@ -20,7 +20,7 @@ from llminfer.engine.device import synchronizer
 from llminfer.engine.forward import Forward, WrappedForward, make_forward
 from llminfer.engine.generation_defaults import effective_sampling
 from llminfer.engine.load import LoadedModel
-from llminfer.engine.prompt import Prompt, encode_messages
+from llminfer.engine.prompt import Prompt, check_ids, encode_messages
 from llminfer.engine.run import run_prompt
 from llminfer.engine.speculate import Drafting, make_drafting
 from llminfer.engine.transcript import Message
@@ -120,7 +120,8 @@ class Conversation:
         return make_drafting(self._speculation, self._loaded, self._draft, CacheOptions(kind=self._cache))
 
     def _encode(self, messages: Sequence[Message]) -> Prompt:
-        return encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
+        prompt = encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
+        return check_ids(prompt, self._loaded.tokenizer, self._loaded.model)
 
     def _continue(self, ids: tuple[int, ...]) -> tuple[Forward, int, tuple[str, ...]]:
         """The forward for this prompt, how many of its tokens are cached, and what the user should know."""

@@ -12,7 +12,7 @@ import torch
 from llminfer.engine.compiled import check_compiled
 from llminfer.engine.forward import Way
 from llminfer.engine.native.build import require_compiler
-from llminfer.engine.packing import Packing, pack_model
+from llminfer.engine.packing import Packing, held_parts, make_float32, pack_model
 from llminfer.engine.weights import TORCH_KERNELS, Kernels
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import Execution
@@ -76,7 +76,7 @@ def prepare_execution(model: Any, execution: Execution, source: str) -> Prepared
     if execution.weights is None:
         return Prepared()
     packing = _pack(model, execution.weights, TORCH_KERNELS)
-    return Prepared(notes=tuple(_packing_notes(packing, execution.weights)))
+    return Prepared(notes=tuple(_packing_notes(model, packing, execution.weights)))
 
 
 def _native(model: Any, weights_format: str, source: str) -> Prepared:
@@ -88,7 +88,7 @@ def _native(model: Any, weights_format: str, source: str) -> Prepared:
 
     vectors = library().vectors().decode()
     packing = _pack(model, weights_format, NATIVE_KERNELS)
-    notes = tuple(_packing_notes(packing, weights_format))
+    notes = tuple(_packing_notes(model, packing, weights_format))
     why = why_not_native(model.config) or ("not all of its linear layers are packed" if packing.left else None)
     if why is not None:
         return Prepared(notes=(*notes, f"{source} has no native step ({why}): its matrices alone are native"))
@@ -98,15 +98,16 @@ def _native(model: Any, weights_format: str, source: str) -> Prepared:
 
 def _pack(model: Any, weights_format: str, kernels: Kernels) -> Packing:
     packing = pack_model(model, weights_format, kernels)
-    model.float()  # what is not packed, where the checkpoint is in 16 bits; packed layers stay as they are
-    model.config.dtype = torch.float32
+    make_float32(model)
     return packing
 
 
-def _packing_notes(packing: Packing, weights_format: str) -> Iterator[str]:
+def _packing_notes(model: Any, packing: Packing, weights_format: str) -> Iterator[str]:
     layers = f"{packing.layers} linear layer{'s' if packing.layers != 1 else ''}"
     before, after = format_bytes(packing.before_bytes), format_bytes(packing.after_bytes)
-    yield f"weights {weights_format}: {layers}, {before} before and {after} now; the other modules stay as they are"
+    yield f"weights {weights_format}: {layers}, {before} before and {after} now"
+    parts = [(name.replace("_", " "), held) for name, held in held_parts(model).items() if held]
+    yield f"held: {', '.join(f'{name} {format_bytes(held)}' for name, held in parts)}"
     if packing.copied_bytes:
         copied = format_bytes(packing.copied_bytes)
         yield f"the embedding shares its weight with the output layer, and holds {copied} of it besides"

@@ -14,7 +14,8 @@ Four ways, chosen before the loop starts so that the loop knows nothing of them:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,7 @@ from llminfer.engine.cache import (
 )
 from llminfer.engine.cache_kinds import make_cache
 from llminfer.engine.grouped_attention import grouped_attention
+from llminfer.engine.turns import check_claim, claim, turn_of
 from llminfer.engine.window_cache import window_mask
 from llminfer.params import CacheOptions
 
@@ -131,7 +133,15 @@ def make_forward(
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
     way = way or _WAYS.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
-    return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), attention)
+    turn = partial(_turn, model, attention)
+    return PieceForward(way(model, cache=cache, cached_ids=cached_ids), _pieces(model, options), turn)
+
+
+@contextmanager
+def _turn(model: Any, attention: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """No other thread is in the model's forward while this is open."""
+    with turn_of(model), attention():
+        yield
 
 
 def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
@@ -237,18 +247,18 @@ class WrappedForward:
 class PieceForward(WrappedForward):
     """Feeds another forward piece by piece, so that a long prompt never is in the model all at once."""
 
-    __slots__ = ("_attention", "_pieces")
+    __slots__ = ("_pieces", "_turn")
 
     def __init__(
-        self, forward: Forward, pieces: Pieces, attention: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, forward: Forward, pieces: Pieces, turn: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         super().__init__(forward)
-        self._pieces, self._attention = pieces, attention
+        self._pieces, self._turn = pieces, turn
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         logits = None
         for piece in self._pieces(new_ids, len(self._forward.ids)):
-            with self._attention():
+            with self._turn():
                 logits = self._forward(piece)
         if logits is None:
             raise ValueError("nothing to feed")
@@ -257,7 +267,7 @@ class PieceForward(WrappedForward):
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if len(new_ids) > count:
             self(new_ids[:-count])
-        with self._attention():
+        with self._turn():
             return self._forward.last(new_ids[-count:], count)
 
 
@@ -302,6 +312,7 @@ class PlainForward:
         "_ids",
         "_keyword_arguments",
         "_model",
+        "_owner",
         "_stateful",
         "_step",
         "_torn",
@@ -319,9 +330,12 @@ class PlainForward:
         self._ids = list(cached_ids)
         self._torn = False
         self._uncached: UncachedForward | None = None
-        self._stateful = stateful_modules(model)
-        if not cached_ids:
-            forget_states(self._stateful)
+        self._stateful, self._owner = stateful_modules(model), None
+        if self._stateful:
+            with turn_of(model):
+                self._owner = claim(model)
+                if not cached_ids:
+                    forget_states(self._stateful)
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         return self.last(new_ids, 1)
@@ -329,6 +343,8 @@ class PlainForward:
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
             return self._uncached.last(new_ids, count)
+        if self._stateful:
+            check_claim(self._model, self._owner)
         ids = _tensor(new_ids, self._device)
         arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         self._torn = True

@@ -7,8 +7,10 @@ one head: then the kernel goes over the keys once. With a mask transformers does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -18,17 +20,40 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _STOCK = "sdpa"
+# the threads whose forwards attend through us; transformers has one table of functions for all threads
+_ATTENDING: list[int] = []
+_CHANGE = Lock()
 
 
 @contextmanager
 def grouped_attention() -> Iterator[None]:
-    """Within it, models that attend through transformers' `sdpa` function attend through ours."""
-    before = ALL_ATTENTION_FUNCTIONS[_STOCK]
-    ALL_ATTENTION_FUNCTIONS[_STOCK] = attend
+    """Within it, models that attend through transformers' `sdpa` function attend through ours, on this thread.
+
+    The first thread to come replaces the function and the last to leave puts it back; another thread that
+    meets ours meanwhile is sent on to transformers'.
+    """
+    with _CHANGE:
+        if not _ATTENDING:
+            ALL_ATTENTION_FUNCTIONS[_STOCK] = partial(_attend_here, ALL_ATTENTION_FUNCTIONS[_STOCK])
+        _ATTENDING.append(get_ident())
     try:
         yield
     finally:
+        with _CHANGE:
+            _ATTENDING.remove(get_ident())
+            if not _ATTENDING:
+                _restore(ALL_ATTENTION_FUNCTIONS[_STOCK].args[0])
+
+
+def _restore(before: Any) -> None:
+    del ALL_ATTENTION_FUNCTIONS[_STOCK]
+    if ALL_ATTENTION_FUNCTIONS.get(_STOCK) is not before:  # somebody else's replacement
         ALL_ATTENTION_FUNCTIONS[_STOCK] = before
+
+
+def _attend_here(stock: Callable[..., Any], *arguments: Any, **keyword_arguments: Any) -> Any:
+    ours = not torch.compiler.is_compiling() and get_ident() in _ATTENDING
+    return (attend if ours else stock)(*arguments, **keyword_arguments)
 
 
 def attend(
@@ -56,7 +81,7 @@ def attend(
     groups = query_heads // key.shape[1]
     plain = attention_mask is None and not dropout and all(kwargs.get(name) is None for name in _ALTER_SCORES)
     grouped = groups > 1 and query_heads == groups * key.shape[1] and batch == key.shape[0]
-    if not (new_tokens == 1 and plain and grouped and query.device.type == "cpu") or torch.compiler.is_compiling():
+    if not (new_tokens == 1 and plain and grouped and query.device.type == "cpu"):
         stock: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

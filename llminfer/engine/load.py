@@ -24,7 +24,7 @@ from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.engine.forward import Way
-from llminfer.engine.packing import held_bytes
+from llminfer.engine.packing import held_parts
 from llminfer.engine.speculate import check_speculation, check_vocabularies
 from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
@@ -48,7 +48,7 @@ class LoadedModel:
         load_s: from the first look at the files until the weights were on the device.
         folder: where the weights are.
         execution: what carries out the arithmetic.
-        weights_bytes: bytes of all that the model holds: parameters, buffers and packed weights.
+        weights_parts: bytes of all that the model holds, by part: parameters, buffers and packed weights.
         way: how to feed the model over a growing cache, where it is not the model's own way.
         compiled_steps: the compiled steps made so far, by the tokens that their caches have room for.
     """
@@ -67,9 +67,14 @@ class LoadedModel:
     load_s: float
     folder: Path | None = None
     execution: Execution = field(default_factory=Execution)
-    weights_bytes: int | None = None
+    weights_parts: Mapping[str, int] | None = None
     way: Way | None = None
     compiled_steps: dict[int, CompiledStep] = field(default_factory=dict)
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Bytes of all that the model holds."""
+        return None if self.weights_parts is None else sum(self.weights_parts.values())
 
     def way_for(self, options: CacheOptions) -> Way | None:
         """How to feed the model over such a cache, None for its own way."""
@@ -157,7 +162,7 @@ def load(
         load_s=time.perf_counter() - start_s,
         folder=checkpoint.folder,
         execution=execution,
-        weights_bytes=held_bytes(model),
+        weights_parts=held_parts(model),
         way=prepared.way,
     )
 

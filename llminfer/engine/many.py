@@ -11,7 +11,7 @@ from llminfer.engine.clock import Clock
 from llminfer.engine.device import synchronizer
 from llminfer.engine.generation_defaults import effective_sampling
 from llminfer.engine.load import LoadedModel
-from llminfer.engine.prompt import Prompt, encode_bad_words, encode_messages, encode_prompt
+from llminfer.engine.prompt import Prompt, check_ids, encode_bad_words, encode_messages, encode_prompt
 from llminfer.engine.run import (
     explain,
     make_output,
@@ -120,6 +120,7 @@ def run_samples(
     """
     clock, stop = Clock(synchronizer(loaded.device)), stop or StopCriteria()
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
+    check_ids(prompt, loaded.tokenizer, loaded.model)
     tokenize_s = clock.lap()
     flags = dict(sampling)
     if bad_words:
@@ -153,7 +154,7 @@ def _rows(
         running.began_s[key] = clock.elapsed()
         try:
             clock.lap()
-            prompt = _prompt(loaded, job, system, raw)
+            prompt = check_ids(_prompt(loaded, job, system, raw), loaded.tokenizer, loaded.model)
             tokenize_s = clock.lap()
             params, notes = effective_sampling({**flags, **job.sampling}, loaded.generation_defaults)
             limit = token_limit(len(prompt.ids), job.stop.max_new_tokens, loaded.context_limit)

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from llminfer.engine.forward import make_forward
-from llminfer.engine.weights import TORCH_KERNELS, Kernels, LazyWeight, PackedLinear, TiedFloat32Linear
+from llminfer.engine.weights import TORCH_KERNELS, Kernels, LazyWeight, PackedLinear, TiedFloat32Linear, widened
 
 _LINEAR = (nn.Linear, Conv1D)
 _WATCHED = (*_LINEAR, nn.Embedding)
 # those whose padding and scales cost more than they save in small layers
 _SMALL_FORMATS = frozenset({"int8", "int4"})
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 _TRIAL_IDS = (5, 6, 7)
 # the largest element of a weight that a format takes; integers would hide one that is no number
 _LARGEST = {
@@ -33,6 +35,7 @@ _LARGEST = {
     "int4": torch.finfo(torch.float32).max,
 }
 
+PARTS = ("linear_layers", "experts", "embedding", "rest")
 READ_ELSEWHERE = "the model's own code reads their weights"
 SHARED = "another kind of module shares their weights"
 NO_GAIN = "they are too small to gain"
@@ -74,6 +77,9 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
         embeddings = [owner for owner in sharing if isinstance(owner, nn.Embedding)]
         own_format = kernels.head_formats.get(weights_format, weights_format) if linear is head else weights_format
         packed = _pack(linear, own_format, kernels, tied=bool(embeddings))
+        if weights_format in _SMALL_FORMATS and packed.held_bytes > _held_before(linear):
+            left[name] = NO_GAIN
+            continue
         # several layers of one weight and bias become one
         same = [owner for owner in sharing if type(owner) in _LINEAR and owner.bias is linear.bias]
         for owner in same:
@@ -96,20 +102,52 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
     )
 
 
-def held_bytes(model: Any) -> int:
-    """Bytes of all that a model holds: parameters, buffers and packed weights, each counted once."""
-    tensors: dict[int, int] = {}
-    packed_bytes = 0
+def held_parts(model: Any) -> dict[str, int]:
+    """Bytes of all that a model holds, each tensor counted once: in linear layers, experts, the embedding, the rest."""
+    parts, seen = dict.fromkeys(PARTS, 0), set()
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            packed_bytes += module.held_bytes
+            parts["linear_layers"] += module.held_bytes
             continue
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                tensors[id(tensor)] = tensor.nbytes
-        if isinstance(lazy := module.__dict__.get("weight"), LazyWeight):
-            packed_bytes += lazy.held_bytes
-    return packed_bytes + sum(tensors.values())
+        lazy = [value.held for value in vars(module).values() if isinstance(value, LazyWeight)]
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *lazy):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                parts[_part_of(module, tensor)] += tensor.nbytes
+    return parts
+
+
+def _part_of(module: nn.Module, tensor: Tensor) -> str:
+    if isinstance(module, _LINEAR):
+        return "linear_layers"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "experts" if tensor.dim() > 2 and not isinstance(module, _ConvNd) else "rest"
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of all that a model holds: parameters, buffers and packed weights, each counted once."""
+    return sum(held_parts(model).values())
+
+
+def make_float32(model: Any) -> None:
+    """Let a model compute in float32 and hold no more than it did.
+
+    Vectors become float32. What else is in 16 bits stays so, and what of it is used becomes float32 for
+    that long: some rows of an embedding, one expert.
+    """
+    lazy: dict[Tensor, LazyWeight] = {}
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is None or weight.dim() < 2 or weight.dtype not in _NARROW:
+                continue
+            if getattr(module, "max_norm", None) is None:  # such an embedding writes to its weight
+                del module._parameters[name]
+                setattr(module, name, lazy.setdefault(weight, widened(weight)))
+    model.float()
+    model.config.dtype = torch.float32
+    if any(weight.dim() > 2 for weight in lazy) and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # one expert after the other; the default takes all at once
 
 
 def read_past_their_layers(model: Any) -> frozenset[int]:
@@ -255,6 +293,10 @@ def _pack(linear: Any, weights_format: str, kernels: Kernels, *, tied: bool) -> 
     return (make or kernels.make[weights_format])(weight, linear.bias)
 
 
+def _held_before(linear: Any) -> int:
+    return sum(parameter.nbytes for parameter in linear.parameters())
+
+
 def _replace(old: nn.Module, new: nn.Module, places: Mapping[int, list[tuple[nn.Module, str]]]) -> None:
     for parent, name in places[id(old)]:
         parent._modules[name] = new
@@ -272,5 +314,5 @@ def _share(embedding: Any, head: PackedLinear) -> int:
         embedding.weight = LazyWeight(shape, head.dequantized, head.embedded)
         return 0
     half = head.dequantized().half()
-    embedding.weight = LazyWeight(shape, half.float, lambda ids: half[ids].float(), held_bytes=half.nbytes)
+    embedding.weight = widened(half)
     return half.nbytes

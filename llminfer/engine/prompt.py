@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from llminfer.engine.detokenizer import special_token_ids
-from llminfer.errors import LlminferError, UsageError
+from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,32 @@ def _prompt(tokenizer: Any, ids: list[int], notes: tuple[str, ...] = ()) -> Prom
     if not ids:
         raise UsageError("the prompt is empty", hint="give some text")
     return Prompt(ids=tuple(ids), text=tokenizer.decode(ids), notes=notes)
+
+
+def check_ids(prompt: Prompt, tokenizer: Any, model: Any) -> Prompt:
+    """The prompt itself, when the model has an embedding for each of its ids.
+
+    Raises:
+        ModelNotAvailable: for a tokenizer larger than the model.
+    """
+    size, largest = _embeddings(model), max(prompt.ids)
+    if size is not None and largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelNotAvailable(
+            f"the tokenizer is larger than the model: the prompt has id {largest} ({token!r}), and the model"
+            f" embeds {size} ids",
+            hint="take the tokenizer that belongs to these weights, or a prompt without this token",
+        )
+    return prompt
+
+
+def _embeddings(model: Any) -> int | None:
+    """How many ids the model embeds, None when it does not say."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return None
+    return int(weight.shape[0]) if weight.dim() == 2 else None
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill
 from llminfer.engine.generation_defaults import effective_sampling, effective_stop
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
-from llminfer.engine.prompt import Prompt, encode_bad_words, encode_prompt
+from llminfer.engine.prompt import Prompt, check_ids, encode_bad_words, encode_prompt
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.speculate import Drafting, decode_drafts, make_drafting
@@ -67,6 +67,7 @@ def generate(
     Raises:
         UsageError: before the first event, for a prompt that is empty or longer than the context, or a
             draft model with another vocabulary.
+        ModelNotAvailable: before the first event, for a prompt with ids that the model does not embed.
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
         PromptCacheMismatch: before the first event, for a file that is damaged or of another model.
@@ -84,6 +85,7 @@ def generate(
     params, sampling_notes = effective_sampling(flags, loaded.generation_defaults)
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
+    check_ids(prompt, loaded.tokenizer, loaded.model)
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
     room, compiled = len(prompt.ids) + limit[0] - 1, None
@@ -172,6 +174,7 @@ def make_started(
         engine=loaded.execution.engine,
         weights=loaded.execution.weights_format,
         weights_bytes=loaded.weights_bytes,
+        weights_parts=loaded.weights_parts,
         load_s=loaded.load_s,
         tokenize_s=tokenize_s,
         kv_at_limit=_predict(loaded, options, at_limit),

@@ -115,7 +115,8 @@ def bad_words(words: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> Logits
     usable = [tuple(word) for word in words if not (len(word) == 1 and word[0] in eos_ids)]
 
     def apply(logits: Tensor, history: History) -> Tensor:
-        forbidden = [word[-1] for word in usable if tuple(history.ids[len(history.ids) - len(word) + 1 :]) == word[:-1]]
+        ended = [word[-1] for word in usable if tuple(history.ids[len(history.ids) - len(word) + 1 :]) == word[:-1]]
+        forbidden = [token_id for token_id in ended if token_id < logits.shape[-1]]  # what cannot come anyway
         if not forbidden:
             return logits
         allowed = logits.clone()

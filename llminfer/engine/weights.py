@@ -19,23 +19,27 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_map
 
-# above so many tokens a dequantized product is faster than the kernels of int8 and int4
-FEW_TOKENS = 32
+from llminfer.params import MAX_DRAFT_TOKENS
+
+# for so many tokens the kernels of int8 and int4 compute, each token as it does alone; a draft and the token
+# before it are among these. A dequantized product is faster from about half of them on, and rounds otherwise
+FEW_TOKENS = MAX_DRAFT_TOKENS + 1
 # elements of a weight that are dequantized at a time
 _PIECE_ELEMENTS = 2**22
 INT4_GROUP = 32  # columns that share a scale and a zero point
 _VECTOR = 32  # columns that the int8 kernels may read at a time
-_HALF_ROWS = 16  # FBGEMM lays half-precision rows out in panels of so many
+# whole blocks of FBGEMM's on every processor, which takes 16 or 32 rows and 512 columns at a time
+_HALF_ROWS, _HALF_COLUMNS = 32, 512
 
 
 class LazyWeight(Tensor):
     """A float32 weight that is made when its values are asked for; its shape and type are there before.
 
     Some models read no more of a layer's weight than its type, and an embedding no more than some rows.
-    `held_bytes` is what it is made from, where no module counts that.
+    `held` is what it is made from, where no module counts that.
     """
 
-    held_bytes: int
+    held: Tensor | None
 
     _make: Callable[[], Tensor]
     _rows: Callable[[Tensor], Tensor]
@@ -48,20 +52,33 @@ class LazyWeight(Tensor):
         make: Callable[[], Tensor],
         rows: Callable[[Tensor], Tensor],
         *,
-        held_bytes: int = 0,
+        held: Tensor | None = None,
     ) -> LazyWeight:
         lazy: LazyWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
-        lazy._make, lazy._rows, lazy.held_bytes = make, rows, held_bytes
+        lazy._make, lazy._rows, lazy.held = make, rows, held
         return lazy
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as a bound method
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.embedding.default and isinstance(args[0], LazyWeight):
-            return args[0]._rows(args[1])
+        first = args[0] if args else None
+        if func is torch.ops.aten.embedding.default and isinstance(first, LazyWeight):
+            return first._rows(args[1])
+        if func in _PARTS and isinstance(first, LazyWeight) and first.held is not None:
+            return func(first.held, *args[1:], **(kwargs or {})).float()
         args, kwargs = tree_map(lambda value: value._make() if isinstance(value, LazyWeight) else value, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+# what takes a part of a tensor, so that no more than that part is made float32: an expert's weights, say
+_PARTS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.index.Tensor})
+
+
+def widened(held: Tensor) -> LazyWeight:
+    """A float32 weight that stays in a 16-bit type; what of it is used becomes float32 for that long."""
+    held = held.detach()
+    return LazyWeight(held.shape, held.float, lambda ids: held[ids].float(), held=held)
 
 
 class FixedModule(nn.Module):
@@ -128,15 +145,19 @@ class Float32Linear(PackedLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
+        plain = weight.detach().float().contiguous()
         # an opaque tensor, which no buffer may be: it cannot be moved or saved
-        self._held = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float().contiguous(), None)
+        self._held = torch.ops.mkldnn._reorder_linear_weight(plain, None)
+        if torch.ops.mkldnn._nbytes(self._held) > plain.nbytes:  # padded, as small layers are on some processors
+            self._held = plain
 
     @property
     def held_bytes(self) -> int:
-        return super().held_bytes + int(torch.ops.mkldnn._nbytes(self._held))
+        held = int(torch.ops.mkldnn._nbytes(self._held)) if self._held.is_mkldnn else self._held.nbytes
+        return super().held_bytes + held
 
     def dequantized(self) -> Tensor:
-        weight: Tensor = self._held.to_dense()
+        weight: Tensor = self._held.to_dense() if self._held.is_mkldnn else self._held
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,30 +186,6 @@ class TiedFloat32Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x.float(), self._held, self.bias, "none", [], "")
-        return y.to(x.dtype)
-
-
-class HalfLinear(PackedLinear):
-    """Half-precision weights with float32 arithmetic, by FBGEMM."""
-
-    format = "float16"
-    finds_rows = False
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._held = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), self.bias)
-
-    @property
-    def held_bytes(self) -> int:
-        panels = -(-self.out_features // _HALF_ROWS)
-        return super().held_bytes + 2 * panels * _HALF_ROWS * self.in_features
-
-    def dequantized(self) -> Tensor:
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._held)[0]
-        return weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._held)
         return y.to(x.dtype)
 
 
@@ -242,6 +239,57 @@ class PlainHalfLinear(RowsLinear):
 
     def _slice(self, start: int, stop: int) -> Tensor:
         return self.held[start:stop].float()
+
+
+class HalfLinear(PackedLinear):
+    """Half-precision weights with float32 arithmetic, by FBGEMM.
+
+    FBGEMM fills columns up to whole blocks with zeros that it holds, and rows to as many as suit the
+    processor. So it gets whole blocks of rows, and of columns too where filling them up would hold more
+    than the weight did; what is left of the weight, to the right and below, is held as it is.
+    """
+
+    format = "float16"
+    finds_rows = False
+    _right: Tensor
+    _below: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        weight, rows = weight.detach(), self.out_features // _HALF_ROWS * _HALF_ROWS
+        filled = -(-self.in_features // _HALF_COLUMNS) * _HALF_COLUMNS
+        fits = 2 * filled < weight.itemsize * self.in_features
+        self._columns = self.in_features if fits else self.in_features // _HALF_COLUMNS * _HALF_COLUMNS
+        self._packed_bytes = 2 * rows * (filled if fits else self._columns)
+        # the bias stays with us: the packed form would hold it once more
+        whole = weight[:rows, : self._columns].float().contiguous()
+        self._held = torch.ops.quantized.linear_prepack_fp16(whole, None)
+        # copies, so that they do not keep the whole weight
+        self.register_buffer("_right", weight[:rows, self._columns :].half().clone())
+        self.register_buffer("_below", weight[rows:].half().clone())
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + self._packed_bytes
+
+    def dequantized(self) -> Tensor:
+        whole = torch.ops.quantized.linear_unpack_fp16(self._held)[0]
+        return torch.cat((torch.cat((whole, self._right.float()), dim=1), self._below.float()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(wide[..., : self._columns], self._held)
+        if self._right.numel():
+            y += _half_product(wide[..., self._columns :], self._right)
+        if self._below.numel():
+            y = torch.cat((y, _half_product(wide, self._below)), dim=-1)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+
+def _half_product(x: Tensor, held: Tensor) -> Tensor:
+    """`x @ held.T` in float32, some rows of the half-precision weight at a time so that memory stays bounded."""
+    pieces = [linear(x, rows.float()) for rows in torch.split(held, max(_PIECE_ELEMENTS // held.shape[1], 1))]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 class Int8Linear(RowsLinear):
@@ -377,7 +425,14 @@ def has_fbgemm() -> bool:
 
 
 def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    return (HalfLinear if has_fbgemm() else PlainHalfLinear)(weight, bias)
+    rows, columns = weight.shape
+    blocks = rows >= _HALF_ROWS and weight.itemsize * columns > 2 * _HALF_COLUMNS
+    return (HalfLinear if has_fbgemm() and blocks else PlainHalfLinear)(weight, bias)
+
+
+def _make_tied_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    # FBGEMM's layout has no rows for the embedding, which then has a copy: two bytes more than a 16-bit file has
+    return (PlainHalfLinear if weight.dtype.itemsize == 2 else _make_half)(weight, bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,7 +457,7 @@ HEAD_FORMATS: Mapping[str, str] = {"int4": "int8"}
 
 TORCH_KERNELS = Kernels(
     make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
-    make_tied={"float32": TiedFloat32Linear},
+    make_tied={"float32": TiedFloat32Linear, "float16": _make_tied_half},
     head_formats=HEAD_FORMATS,
     least_size=INT4_GROUP,
 )

@@ -33,6 +33,7 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "engine": started.engine,
         "weights": started.weights,
         "weights_bytes": started.weights_bytes,
+        "weights_parts": None if started.weights_parts is None else dict(started.weights_parts),
         "prompt_text": started.prompt_text,
         "prompt_token_ids": list(started.prompt_ids),
         "text": trace.text,

@@ -249,7 +249,13 @@ def test_options_that_do_not_go_with_compile_are_told_before_anything_loads(
     assert len(err.splitlines()) <= 2
 
 
+# inductor wants a compiler with OpenMP, which the one from the package index has not
+without_cxx = compiled._missing_compiler(torch.device("cpu"))
+needs_cxx = pytest.mark.skipif(without_cxx is not None, reason=str(without_cxx))
+
+
 @pytest.mark.slow
+@needs_cxx
 def test_inductor_gives_the_tokens_of_generate_in_every_state_of_a_window(default_checkpoint: Path) -> None:
     torch._dynamo.reset()
     model, prompt = fresh("gemma3_text"), prompt_of(5)
@@ -259,6 +265,7 @@ def test_inductor_gives_the_tokens_of_generate_in_every_state_of_a_window(defaul
 
 
 @pytest.mark.slow
+@needs_cxx
 def test_the_real_model_compiles_once_and_is_then_read_from_the_disk(default_checkpoint: Path) -> None:
     loaded = load_compiled(default_checkpoint)
     torch._dynamo.reset()

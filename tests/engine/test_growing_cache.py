@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -362,10 +363,32 @@ def test_attention_is_that_of_transformers(
 
 
 def test_the_attention_is_ours_only_while_it_is_asked_for() -> None:
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    before, own = ALL_ATTENTION_FUNCTIONS["sdpa"], dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
     with grouped_attention():
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attend
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
+        with grouped_attention():
+            pass
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    assert dict(ALL_ATTENTION_FUNCTIONS._local_mapping) == own
+
+
+def test_another_thread_and_another_replacement_are_left_alone() -> None:
+    seen: list[str] = []
+
+    def replaced(*arguments: Any, **keyword_arguments: Any) -> Any:
+        seen.append(current_thread().name)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = replaced
+    try:
+        with grouped_attention():
+            other = Thread(target=lambda: ALL_ATTENTION_FUNCTIONS["sdpa"](None), name="other")
+            other.start()
+            other.join()
+        assert seen == ["other"]
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is replaced
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 # Every architecture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,28 @@ def test_variants_within_a_family(model_type: str, overrides: dict[str, Any]) ->
             assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ids_without_an_embedding_are_refused_and_nothing_is_read(dtype: torch.dtype, tied: bool) -> None:
+    model = tiny_model(tiny_config("llama", tie_word_embeddings=tied), dtype)
+    decoder_of = prepare_execution(model, Execution(engine="native", weights="float16"), "a model").way
+    assert decoder_of is not None
+    size, cache = model.config.vocab_size, GrowingCache(model.config)
+    with torch.inference_mode():
+        for wrong in (size, -1, 2**40, -(2**40)):
+            with pytest.raises(IndexError):
+                decoder_of(model, cache=cache).last([3, wrong], 1)
+        first = decoder_of(model, cache=GrowingCache(model.config)).last([3, size - 1], 1)
+        assert torch.equal(decoder_of(model, cache=cache).last([3, size - 1], 1), first)
+
+
+def test_more_tokens_than_a_step_takes_are_refused() -> None:
+    model, _ = packed_pair("llama", "float32")
+    native = decoder.Decoder(model)
+    with pytest.raises(IndexError):
+        native.step([3] * (native.most_tokens + 1), GrowingCache(model.config), 0)
+
+
 def test_several_last_logits_are_those_of_single_steps() -> None:
     model, _ = packed_pair("qwen3", "int8")
     ids = tiny_ids(model.config, 1, 20)[0].tolist()
@@ -302,6 +325,54 @@ def test_a_tied_head_is_held_once() -> None:
     assert isinstance(model.get_output_embeddings(), NativeLinear)
     assert model.get_output_embeddings().format == "int8"
     assert not any(parameter.dim() == 2 for parameter in model.parameters())
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compiler that writes `built` and takes no time, and an empty cache; returns the cache."""
+    script = tmp_path / "c++"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho built > "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("LLMINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_library_and_its_folders_are_closed_to_others(fake_compiler: Path) -> None:
+    before = os.umask(0)
+    try:
+        library_file = build.native_library()
+    finally:
+        os.umask(before)
+    for path in (library_file, library_file.parent, library_file.parent.parent):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_library_that_others_can_write_is_built_again(fake_compiler: Path, mode: int) -> None:
+    library_file = build.native_library()
+    library_file.write_text("planted")
+    library_file.parent.chmod(mode)
+    library_file.chmod(mode)
+    assert build.native_library() == library_file
+    assert library_file.read_text() == "built\n"
+    assert library_file.parent.stat().st_mode & 0o022 == 0
+    library_file.write_text("kept")
+    assert build.native_library().read_text() == "kept"
+
+
+def test_a_folder_of_another_user_or_a_link_is_refused(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library_file = build.native_library()
+    with monkeypatch.context() as other:
+        other.setattr(build.os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(LlminferError, match="belongs to another user"):
+            build.native_library()
+    moved = library_file.parent.rename(tmp_path / "elsewhere")
+    library_file.parent.symlink_to(moved)
+    with pytest.raises(LlminferError, match="no code is loaded from it"):
+        build.native_library()
 
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from llminfer.engine import weights as weights_module
+from llminfer.engine.clock import Clock
+from llminfer.engine.execution import prepare_execution
 from llminfer.engine.forward import make_forward
 from llminfer.engine.load import LoadedModel
-from llminfer.engine.packing import NO_GAIN, READ_ELSEWHERE, Packing, held_bytes, pack_model
+from llminfer.engine.packing import NO_GAIN, READ_ELSEWHERE, Packing, held_bytes, held_parts, pack_model
+from llminfer.engine.sampler import make_sampler
+from llminfer.engine.speculate import decode_drafts
 from llminfer.engine.weights import FEW_TOKENS, TORCH_KERNELS, PackedLinear
-from llminfer.params import WEIGHTS
+from llminfer.params import MAX_DRAFT_TOKENS, WEIGHTS, CacheOptions, Execution, SamplingParams
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,
     LONG,
     assert_same,
     our_steps,
+    output_of,
     prepare_for_comparison,
     prompt_of,
 )
@@ -115,15 +121,35 @@ def test_without_a_kernel_the_same_weights_are_computed_with(monkeypatch: pytest
 
 
 def test_held_bytes_are_those_of_the_format() -> None:
-    weight, _ = random_layer(64, 256, biased=False, seed=3)
+    weight, _ = random_layer(128, 256, biased=False, seed=3)  # whole panels of every processor's layouts
     sizes = {name: TORCH_KERNELS.make[name](weight, None).held_bytes for name in WEIGHTS}
     elements = weight.numel()
     assert sizes == {
         "float32": 4 * elements,
         "float16": 2 * elements,
-        "int8": elements + 2 * 64,
+        "int8": elements + 2 * 128,
         "int4": elements // 2 + 2 * 2 * elements // 32,
     }
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(70, 700), (64, 1024), (33, 511), (100, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_holds_no_more_than_the_weight_did(rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight, _ = random_layer(rows, columns, biased=False, seed=4)
+    layer = TORCH_KERNELS.make["float16"](weight.to(dtype), None)
+    assert 2 * weight.numel() <= layer.held_bytes <= dtype.itemsize * weight.numel()
+    assert torch.equal(layer.dequantized(), weight.to(dtype).half().float())
+    x = torch.randn(2, 3, columns)
+    assert torch.allclose(layer(x), nn.functional.linear(x, layer.dequantized()), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_token_beside_as_many_as_a_draft_has_is_computed_as_it_is_alone(name: str) -> None:
+    layer = TORCH_KERNELS.make[name](*random_layer(200, 96, biased=True, seed=5))
+    x = torch.randn(MAX_DRAFT_TOKENS + 1, 96)
+    alone = torch.cat([layer(row) for row in x.split(1)])
+    for tokens in range(1, len(x) + 1):
+        assert torch.equal(layer(x[:tokens]), alone[:tokens])
 
 
 def run(model: Any, ids: list[int]) -> Tensor:
@@ -258,3 +284,99 @@ def test_a_format_costs_the_real_model_no_more_than_its_bound(
     assert agreement >= BOUNDS[name][1], agreement
     share = {"float32": 1.0, "float16": 0.61, "int8": 0.26, "int4": 0.18}[name]
     assert held_bytes(model) <= share * held_bytes(smollm.model)
+
+
+# Nothing grows
+
+
+SIZES = {"hidden_size": 64, "vocab_size": 320, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+
+
+def in_type(model_type: str, dtype: torch.dtype, *, tied: bool) -> Any:
+    model = tiny_model(tiny_config(model_type, **SIZES, tie_word_embeddings=tied), dtype)
+    prepare_for_comparison(model)
+    return model
+
+
+def vectors(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "native"])
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_model_holds_no_more_than_its_checkpoint(
+    model_type: str, tied: bool, dtype: torch.dtype, name: str, engine: str
+) -> None:
+    if name == "float32":
+        dtype = torch.float32  # in which such a checkpoint is read
+    model = in_type(model_type, dtype, tied=tied)
+    before, copied = held_bytes(model), 2 * vectors(model)
+    prepared = prepare_execution(model, Execution(weights=name, engine=engine), "a model")
+    parts = held_parts(model)
+    # of a 16-bit checkpoint half-precision layers hold as much, and vectors are float32 then
+    assert sum(parts.values()) <= before + (copied if name == "float16" and dtype is torch.bfloat16 else 0)
+    assert sum(parts.values()) == held_bytes(model)
+    assert bool(parts["experts"]) == (model_type != "llama")
+    assert any(note.startswith("held: linear layers ") for note in prepared.notes)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("engine", ["transformers", "native"])
+@pytest.mark.parametrize("name", ["float16", "int8", "int4"])
+@pytest.mark.parametrize(("model_type", "tied"), [("llama", False), ("llama", True), ("qwen3_moe", False)])
+def test_a_16_bit_model_computes_with_what_it_holds(model_type: str, tied: bool, name: str, engine: str) -> None:
+    model = in_type(model_type, torch.bfloat16, tied=tied)
+    prepared = prepare_execution(model, Execution(weights=name, engine=engine), "a model")
+    layers = dict(model.named_modules())
+    plain = in_type(model_type, torch.bfloat16, tied=False).float()
+    for path, module in plain.named_modules():
+        held = layers[path]
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                shown = held.dequantized() if isinstance(held, PackedLinear) and own == "weight" else getattr(held, own)
+                parameter.data.copy_(shown + 0)
+    ids = prompt_of(LONG)
+    with torch.no_grad():
+        forward = make_forward(model, options=CacheOptions(kind="growing"), way=prepared.way)
+        got = torch.cat([forward(ids[:-3]), *(forward([token_id]) for token_id in ids[-3:])])
+    expected = run(plain, ids)
+    rounding = 0.05 if engine == "transformers" and name in ("int8", "int4") else 1e-3
+    assert (got - expected).abs().max() < rounding * expected.std() * 4
+
+
+class AllRight:
+    """Drafts what will come, as much of it as may be."""
+
+    forward = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, whole: list[int]) -> None:
+        self._whole = whole
+
+    def __call__(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        return self._whole[len(ids) : len(ids) + most]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_longest_draft_changes_no_token(name: str) -> None:
+    model = in_type("llama", torch.float32, tied=False)
+    pack_model(model, name)
+    prompt, params = prompt_of(5), SamplingParams(temperature=0.9, seed=5)
+    plain = our_steps(model, prompt, 80, params)
+    whole = [*prompt, *(step.token_id for step in plain)]
+    drafted = list(
+        decode_drafts(
+            make_forward(model),
+            AllRight(whole),
+            make_sampler(params, prompt, model.device),
+            output_of(80),
+            Clock(),
+            prompt_ids=prompt,
+            draft_tokens=MAX_DRAFT_TOKENS,
+        )
+    )
+    assert max(step.drafted for step in drafted) == MAX_DRAFT_TOKENS
+    assert_same(drafted, [(step.token_id, step.logprob) for step in plain], name)

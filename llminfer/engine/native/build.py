@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from llminfer.errors import LlminferError, UsageError
 
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi")
+# in place of the flags for this processor: another one, or sanitizers
+_FLAGS_VARIABLE = "LLMINFER_NATIVE_FLAGS"
 _COMPILERS = ("g++", "clang++", "c++")
 _NO_COMPILER = "install g++ or clang++, or: pip install 'llminfer[native]'"
 
@@ -66,16 +69,43 @@ def native_library(*, portable: bool = False) -> Path:
     """
     command = [*require_compiler(), *_FLAGS, *(("-DLLMINFER_PORTABLE",) if portable else _processor_flags())]
     target = cache_folder() / "native" / _key(command) / "engine.so"
-    if target.exists():
-        return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (target.parent.parent, target.parent):
+            _make_private(folder)
         with FileLock(target.with_suffix(".lock")):
-            if not target.exists():
+            if not (target.exists() and _is_private(target)):
                 _compile(command, target)
     except OSError as error:
         raise LlminferError(f"cannot write to the cache {target.parent}: {error.strerror}", hint=CACHE_HINT) from error
     return target
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder where nobody else can put code, or close one of ours to others.
+
+    Raises:
+        LlminferError: for a folder that is another user's, or a link.
+    """
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if not _is_own(folder):
+        raise LlminferError(
+            f"{folder} belongs to another user, so no code is loaded from it",
+            hint="set LLMINFER_CACHE to a folder of your own",
+        )
+    if not _is_private(folder):
+        folder.chmod(0o700)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a path is this user's and no link; always so on Windows, where users' folders are closed to others."""
+    found = path.lstat()
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode))
+
+
+def _is_private(path: Path) -> bool:
+    """Whether nobody else can have written to it."""
+    return _is_own(path) and (not hasattr(os, "getuid") or not path.lstat().st_mode & 0o022)
 
 
 def _compile(command: list[str], target: Path) -> None:
@@ -92,10 +122,14 @@ def _compile(command: list[str], target: Path) -> None:
             said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             reason = said[0].strip() if said else f"exit code {result.returncode}"
             raise LlminferError(f"{command[0]} cannot build the native engine: {reason}", hint="set CXX to another")
+        made.chmod(0o700)
         os.replace(made, target)
 
 
 def _processor_flags() -> tuple[str, ...]:
+    chosen = os.environ.get(_FLAGS_VARIABLE)
+    if chosen is not None:
+        return tuple(shlex.split(chosen))
     return ("-mcpu=native",) if platform.machine().lower() in ("aarch64", "arm64") else ("-march=native",)
 
 

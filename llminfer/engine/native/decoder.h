@@ -8,6 +8,7 @@
 #include "matrix.h"
 
 enum Norm : int32_t { RMS = 0, CENTRED = 1 };
+enum Stored : int32_t { AS_FLOAT = 0, AS_HALF = 1, AS_BFLOAT = 2 };
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
 struct Layer {
@@ -27,11 +28,12 @@ struct Model {
   Layer* layer;
   Matrix head;
   const Matrix* embedding_rows;  // packed rows to look tokens up in, else
-  const float* embedding;        // [vocabulary][hidden]
+  const void* embedding;         // [known][hidden], in the type that `embedding_type` names
+  int64_t known;                 // ids that have a row
   const float* final_norm;
-  float embedding_scale, norm_epsilon, attention_scale, attention_cap, logit_cap, logit_scale, residual_scale;
+  float embedding_scale, norm_epsilon, norm_offset, attention_scale, attention_cap, logit_cap, logit_scale, residual_scale;
   float clip;  // of queries, keys and values; 0: none
-  int32_t norm, activation, norms_whole_projection, unused;
+  int32_t norm, activation, norms_whole_projection, embedding_type;
 };
 
 constexpr long MOST_TOKENS = 16;  // in one step
@@ -49,11 +51,16 @@ class Decoder {
         ups_(MOST_TOKENS * model.intermediate) {}
 
   // Feed `count` ids, the first at `position`; the last `wanted` of them give logits, [wanted][vocabulary].
-  void step(const int64_t* ids, long count, long position, float* logits, long wanted) {
+  // False, and nothing done, for ids without a row, more of them than a step takes, or places that are not there.
+  bool step(const int64_t* ids, long count, long position, float* logits, long wanted) {
+    std::lock_guard<std::mutex> turn(turn_);
+    if (!fits(ids, count, position, wanted)) return false;
     Threads& threads = Threads::shared();
-    while (static_cast<int>(own_.size()) < threads.most()) own_.emplace_back(m_, queries_);
+    const int most = threads.most();
+    while (static_cast<int>(own_.size()) < most) own_.emplace_back(m_, queries_);
     ids_ = ids, count_ = count, position_ = position;
-    threads.run([&](int thread) { run(thread, threads.count(), logits, wanted); });
+    threads.run([&](int thread) { run(thread, threads.count(), logits, wanted); }, most);
+    return true;
   }
 
  private:
@@ -69,6 +76,17 @@ class Decoder {
     std::vector<float> stream, normed, query, sums, largest, total;
     IntegerStore integers;
   };
+
+  bool fits(const int64_t* ids, long count, long position, long wanted) const {
+    if (count < 1 || count > MOST_TOKENS || position < 0 || wanted < 0 || wanted > count) return false;
+    for (long t = 0; t < count; ++t)
+      if (ids[t] < 0 || ids[t] >= m_.known) return false;
+    for (long l = 0; l < m_.layers; ++l) {
+      const Layer& layer = m_.layer[l];
+      if (layer.begin < 0 || layer.end < layer.begin || layer.end + count > layer.capacity) return false;
+    }
+    return true;
+  }
 
   void run(int thread, int team, float* logits, long wanted) {
     threads_ = team;  // the same on every thread
@@ -112,7 +130,7 @@ class Decoder {
       float* x = own.stream.data() + t * m_.hidden;
       const long id = ids_[t];
       if (m_.embedding != nullptr) {
-        std::memcpy(x, m_.embedding + id * m_.hidden, m_.hidden * sizeof(float));
+        widen(id * m_.hidden, x);
       } else {
         std::vector<float> group(GROUP * BLOCK * blocks_of(m_.hidden));
         group_to_floats(*m_.embedding_rows, id / GROUP, 0, m_.hidden, group.data());
@@ -123,7 +141,22 @@ class Decoder {
     }
   }
 
-  // x / sqrt(mean(x²) + ε) · weight, or the same around the mean
+  // One row of the embedding as floats, from its element `first` on.
+  void widen(long first, float* to) const {
+    const uint16_t* narrow = static_cast<const uint16_t*>(m_.embedding) + first;
+    if (m_.embedding_type == AS_FLOAT) {
+      std::memcpy(to, static_cast<const float*>(m_.embedding) + first, m_.hidden * sizeof(float));
+    } else if (m_.embedding_type == AS_HALF) {
+      for (long c = 0; c < m_.hidden; ++c) to[c] = half_to_float(narrow[c]);
+    } else {
+      for (long c = 0; c < m_.hidden; ++c) {
+        const uint32_t bits = static_cast<uint32_t>(narrow[c]) << 16;
+        std::memcpy(to + c, &bits, 4);
+      }
+    }
+  }
+
+  // x / sqrt(mean(x²) + ε) · (weight + offset), or the same around the mean
   void norm(const float* x, const float* weight, long size, float* to) const {
     if (weight == nullptr) {
       std::memcpy(to, x, size * sizeof(float));
@@ -134,7 +167,7 @@ class Decoder {
     const double mean = m_.norm == CENTRED ? sum / size : 0.0;
     const float inverse = static_cast<float>(1.0 / std::sqrt(squares / size - mean * mean + m_.norm_epsilon));
     const float centre = static_cast<float>(mean);
-    for (long i = 0; i < size; ++i) to[i] = (x[i] - centre) * inverse * weight[i];
+    for (long i = 0; i < size; ++i) to[i] = (x[i] - centre) * inverse * (weight[i] + m_.norm_offset);
   }
 
   Vectors prepare(const Matrix& matrix, const float* values, long stride, Own& own, long count = 0) {
@@ -387,6 +420,7 @@ class Decoder {
   const long queries_, kvs_;
   std::vector<float> projected_, mixed_, gated_, ups_;
   std::vector<Own> own_;
+  std::mutex turn_;  // one step at a time
   const int64_t* ids_ = nullptr;
   long count_ = 0, position_ = 0;
   std::atomic<int> threads_{1};

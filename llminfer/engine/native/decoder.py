@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from llminfer.engine.native.library import (
     ACTIVATIONS,
     NORMS,
+    STORED,
     LayerRecord,
     MatrixRecord,
     ModelRecord,
@@ -166,6 +168,7 @@ class Decoder:
     """
 
     def __init__(self, model: Any) -> None:
+        self._turn = Lock()
         self._kept: list[Tensor] = []  # what the records point to
         config, family = model.config, FAMILIES[model.config.model_type]
         body = model.model
@@ -190,11 +193,12 @@ class Decoder:
             rotated=rotated,
             layer=self._layers,
             head=model.lm_head.record,
-            final_norm=self._norm(body.norm, family, config.hidden_size),
+            final_norm=self._norm(body.norm, config.hidden_size),
             embedding_scale=float(
                 getattr(body.embed_tokens, "embed_scale", getattr(config, "embedding_multiplier", 1.0))
             ),
             norm_epsilon=_epsilon(body.norm),
+            norm_offset=family.norm_offset,
             attention_scale=float(first.scaling),
             attention_cap=_attention_cap(first, config, family),
             logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -221,6 +225,10 @@ class Decoder:
 
         The cache is a growing one with a batch of 1; its layers count the new tokens.
         """
+        with self._turn:  # the library drops Python's lock, and reads records that each step fills
+            return self._step(ids, cache, position, wanted)
+
+    def _step(self, ids: Sequence[int], cache: Any, position: int, wanted: int) -> Tensor:
         count = len(ids)
         self._reach(position + count)
         for record, layer, known in zip(self._layers, cache.layers, self._known, strict=True):
@@ -230,7 +238,8 @@ class Decoder:
             record.begin, record.end = layer.begin, layer.end
         logits = torch.empty(wanted, self.vocabulary)
         numbers = (ctypes.c_int64 * count)(*ids)
-        library().step(self._handle, numbers, count, position, logits.data_ptr(), wanted)
+        if not library().step(self._handle, numbers, count, position, logits.data_ptr(), wanted):
+            raise IndexError(f"the ids {list(ids)} are not all of {self.vocabulary}, or more than a step takes")
         for layer in cache.layers:
             layer.advance(count)
         return logits
@@ -261,26 +270,30 @@ class Decoder:
         places = ("attention_in", "attention_out", "mlp_in", "mlp_out")
         for place, norm_name in zip(places, family.norms, strict=True):
             norm = None if norm_name is None else getattr(layer, norm_name)
-            setattr(record, place, None if norm is None else self._norm(norm, family, hidden))
+            setattr(record, place, None if norm is None else self._norm(norm, hidden))
         for place, norm_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             norm = getattr(attention, norm_name, None)
-            setattr(record, place, None if norm is None else self._norm(norm, family, self._head_dim))
+            setattr(record, place, None if norm is None else self._norm(norm, self._head_dim))
         record.rotation = None if kind is None else pointer(self._rotations[kind].table)
 
-    def _norm(self, norm: nn.Module, family: Family, size: int) -> int | None:
+    def _norm(self, norm: nn.Module, size: int) -> int | None:
         weight = getattr(norm, "weight", None)
-        values = torch.ones(size) if weight is None else weight.detach().float() + family.norm_offset
-        self._kept.append(values.contiguous())
+        if weight is None:
+            self._kept.append(torch.ones(size))
+        else:
+            self._kept.append(weight.detach().float().contiguous())  # of a loaded model the very tensor
         return pointer(self._kept[-1])
 
     def _embed(self, embedding: Any, head: NativeLinear) -> None:
-        if isinstance(embedding.__dict__.get("weight"), LazyWeight):
+        weight = embedding.weight
+        held: Tensor | None = weight.held if isinstance(weight, LazyWeight) else weight.detach()
+        self._model.known = weight.shape[0]
+        if held is None:
             # a tied embedding, whose rows are the output layer's
             self._model.embedding_rows = ctypes.pointer(head.record)
             return
-        table = embedding.weight.detach().float().contiguous()
-        self._kept.append(table)
-        self._model.embedding = pointer(table)
+        self._kept.append(held)
+        self._model.embedding, self._model.embedding_type = pointer(held), STORED[held.dtype]
 
 
 def _projections(attention: Any, kv_heads: int, head_dim: int) -> Iterator[tuple[str, MatrixRecord]]:

@@ -9,7 +9,7 @@
 extern "C" {
 
 // Raise it whenever a record or a function here changes.
-int32_t llminfer_abi() { return 2; }
+int32_t llminfer_abi() { return 3; }
 
 // What the vector code was compiled to.
 const char* llminfer_vectors() {
@@ -88,8 +88,10 @@ void llminfer_decoder_free(void* decoder) { delete static_cast<Decoder*>(decoder
 
 int64_t llminfer_most_tokens() { return MOST_TOKENS; }
 
-void llminfer_step(void* decoder, const int64_t* ids, int64_t count, int64_t position, float* logits, int64_t wanted) {
-  static_cast<Decoder*>(decoder)->step(ids, count, position, logits, wanted);
+// 1 when done, 0 when refused.
+int32_t llminfer_step(void* decoder, const int64_t* ids, int64_t count, int64_t position, float* logits,
+                      int64_t wanted) {
+  return static_cast<Decoder*>(decoder)->step(ids, count, position, logits, wanted);
 }
 
 }  // extern "C"

@@ -14,9 +14,10 @@ from torch import Tensor
 from llminfer.engine.native.build import native_library
 from llminfer.errors import LlminferError
 
-ABI = 2
+ABI = 3
 FORMATS = {"float32": 0, "float16": 1, "int8": 2, "int4": 3}
 NORMS = {"rms": 0, "centred": 1}
+STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
@@ -52,6 +53,7 @@ _MODEL_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "voca
 _MODEL_NUMBERS = (
     "embedding_scale",
     "norm_epsilon",
+    "norm_offset",
     "attention_scale",
     "attention_cap",
     "logit_cap",
@@ -70,12 +72,13 @@ class ModelRecord(Structure):
         ("head", MatrixRecord),
         ("embedding_rows", POINTER(MatrixRecord)),
         ("embedding", c_void_p),
+        ("known", c_int64),
         ("final_norm", c_void_p),
         *((name, c_float) for name in _MODEL_NUMBERS),
         ("norm", c_int32),
         ("activation", c_int32),
         ("norms_whole_projection", c_int32),
-        ("unused", c_int32),
+        ("embedding_type", c_int32),
     ]
 
 
@@ -94,7 +97,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "decoder": (c_void_p, (POINTER(ModelRecord),)),
     "decoder_free": (None, (c_void_p,)),
     "most_tokens": (c_int64, ()),
-    "step": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "step": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -104,17 +105,18 @@ class _Arena:
     of them translates few addresses.
     """
 
-    __slots__ = ("_piece", "_used")
+    __slots__ = ("_piece", "_turn", "_used")
 
     def __init__(self) -> None:
-        self._piece, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._piece, self._used, self._turn = torch.empty(0, dtype=torch.uint8), 0, Lock()
 
     def take(self, size_bytes: int) -> Tensor:
         """So many bytes, zeros, `_ALIGNMENT` apart; the piece that they are from lives as long as they do."""
-        if self._used + size_bytes > len(self._piece):
-            self._piece, self._used = _huge(max(size_bytes, _PIECE_BYTES)), 0
-        taken = self._piece[self._used : self._used + size_bytes]
-        self._used += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        with self._turn:
+            if self._used + size_bytes > len(self._piece):
+                self._piece, self._used = _huge(max(size_bytes, _PIECE_BYTES)), 0
+            taken = self._piece[self._used : self._used + size_bytes]
+            self._used += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken.zero_()
 
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <climits>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -51,22 +52,23 @@ class Threads {
     parallel_ = parallel, team_size_ = team_size;
   }
 
-  // Run `region(thread)` on every thread; return when all have ended.
-  void run(const std::function<void(int)>& region) {
+  // Run `region(thread)` on every thread, `most` of them if there are more; return when all have ended.
+  void run(const std::function<void(int)>& region, int most = INT_MAX) {
     std::lock_guard<std::mutex> turn(turn_);
-    team_.store(count_, std::memory_order_relaxed);
-    if (count_ == 1) return region(0);
+    const int count = count_ < most ? count_.load() : most;
+    team_.store(count, std::memory_order_relaxed);
+    if (count == 1) return region(0);
     if (parallel_ != nullptr) {
       region_ = &region;
       ticket_.store(0, std::memory_order_relaxed);
-      return parallel_(&Threads::enter, this, static_cast<unsigned>(count_), 0);
+      return parallel_(&Threads::enter, this, static_cast<unsigned>(count), 0);
     }
-    while (workers_ < count_ - 1) std::thread(&Threads::work, this, ++workers_).detach();
-    running_.store(count_ - 1, std::memory_order_relaxed);
+    while (workers_ < count - 1) std::thread(&Threads::work, this, ++workers_).detach();
+    running_.store(count - 1, std::memory_order_relaxed);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       region_ = &region;
-      active_ = count_;
+      active_ = count;
       generation_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
@@ -122,7 +124,7 @@ class Threads {
     }
   }
 
-  int count_ = 1;
+  std::atomic<int> count_{1};
   int workers_ = 0;
   Parallel parallel_ = nullptr;
   TeamSize team_size_ = nullptr;
