@@ -15,16 +15,17 @@ PACKAGE = Path(__file__).resolve().parent.parent / "llminfer"
 # what each place may import; its own folder is always allowed
 FLOORS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "text": ("errors",),
     "units": ("errors",),
     "params": ("errors", "units"),
-    "jobs": ("errors", "units", "params"),
+    "jobs": ("errors", "text", "units", "params"),
     "hub": ("errors",),
     "kv": ("errors", "units", "hub"),
     "events": ("errors", "units", "params", "kv"),
     "engine": ("errors", "units", "hub", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
     "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
-    "cli": ("api", "errors", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
+    "cli": ("api", "errors", "text", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
     "__init__": ("api", "errors", "params", "events"),
     "__main__": ("cli",),
 }

@@ -28,6 +28,7 @@ from llminfer.params import (
     check_range,
     make_speculation,
 )
+from llminfer.text import decode_text, without_line_end
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -338,7 +339,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise UsageError("two prompts: an argument and --prompt-file", hint="give one of them")
     if prompt_file is not None:
         try:
-            return _decode(prompt_file.read_bytes(), str(prompt_file))
+            return without_line_end(decode_text(prompt_file.read_bytes(), str(prompt_file)))
         except OSError as error:
             raise UsageError(f"cannot read --prompt-file {prompt_file}: {error.strerror}") from error
     if prompt is not None and prompt != "-":
@@ -347,18 +348,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         raise UsageError("no prompt", hint='try: llminfer generate "What is the capital of France?"')
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    text = without_line_end(decode_text(sys.stdin.buffer.read(), "standard input"))
     if not text and prompt is None:
         raise UsageError("no prompt, and standard input is empty", hint="give the prompt as an argument")
     return text
-
-
-def _decode(data: bytes, source: str) -> str:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text (byte {error.start})") from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _encodable(text: str) -> bool:

@@ -100,6 +100,13 @@ def effective_sampling(
     return SamplingParams(**values, origins=origins), notes
 
 
+def with_bad_words(sampling: Mapping[str, Any], tokenizer: Any, words: Sequence[str]) -> dict[str, Any]:
+    """Sampling values by name, with the ids of these words beside those that it forbids already."""
+    if not words:
+        return dict(sampling)
+    return {**sampling, "bad_words": (*(sampling.get("bad_words") or ()), *encode_bad_words(tokenizer, words))}
+
+
 def _stated_bad_words(stated: Any) -> tuple[tuple[int, ...], ...]:
     words = stated if isinstance(stated, list) else [stated]
     if not all(isinstance(word, list) and all(isinstance(token_id, int) for token_id in word) for word in words):
@@ -147,9 +154,7 @@ def generate(
     stop = stop or StopCriteria()
     if isinstance(sampling, SamplingParams):
         sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
-    flags = dict(sampling or {})
-    if bad_words:
-        flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
+    flags = with_bad_words(sampling or {}, loaded.tokenizer, bad_words)
     params, sampling_notes = effective_sampling(flags, loaded.generation_defaults)
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
@@ -247,8 +252,14 @@ def make_started(
         kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         speculation=feeding.drafting.speculation if feeding.drafting else None,
         draft_model=feeding.drafting.draft.name if feeding.drafting and feeding.drafting.draft else None,
-        notes=(*loaded.notes, *notes, *prompt.notes),
+        notes=(*loaded.notes, *_unused_step(loaded, options), *notes, *prompt.notes),
     )
+
+
+def _unused_step(loaded: LoadedModel, options: CacheOptions) -> tuple[str, ...]:
+    if loaded.way is None or loaded.way_for(options) is not None:
+        return ()
+    return (f"the native step is not taken over a {options.name} cache: the matrices alone are native",)
 
 
 def _events(
@@ -366,7 +377,7 @@ def _make_forward(
     except LlminferError:
         raise
     except Exception as error:
-        raise GenerationFailed(f"cannot run {loaded.name}: {_reason(error)}", hint="--debug shows where") from error
+        raise GenerationFailed(f"cannot run {loaded.name}: {reason_of(error)}", hint="--debug shows where") from error
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -422,15 +433,13 @@ def explain(
     elif isinstance(error, LlminferError):
         return error
     else:
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        explained = GenerationFailed(
-            f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where"
-        )
+        explained = GenerationFailed(f"step {step} failed: {reason_of(error)}", hint="--debug shows where")
     explained.__cause__ = error
     return explained
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The kind of a foreign error and its first line."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
