@@ -70,7 +70,6 @@ def run_jobs(
     system: str | None = None,
     raw: bool = False,
     batch_size: int,
-    peak: BatchPeak | None = None,
 ) -> Generator[JobResult, None, None]:
     """Run every job and yield its result when it has ended, in the order in which they end.
 
@@ -81,7 +80,6 @@ def run_jobs(
         sampling: values by name for jobs that state none of their own.
         system: a system message for jobs without one.
         batch_size: jobs that decode together at most.
-        peak: is kept up to the largest joined cache of the run.
 
     Raises:
         UsageError: for a compiled model, which steps over a static cache alone.
@@ -96,7 +94,7 @@ def run_jobs(
     event = next(events, None)
     while event is not None:
         interrupted = False
-        for result in (*_take(running.refused), *_result(loaded, event, running, peak)):
+        for result in (*_take(running.refused), *_result(loaded, event, running)):
             try:
                 yield result
             except KeyboardInterrupt:
@@ -218,7 +216,7 @@ def _row(
     )
 
 
-def _result(loaded: LoadedModel, event: Any, running: _Running, peak: BatchPeak | None) -> Iterator[JobResult]:
+def _result(loaded: LoadedModel, event: Any, running: _Running, peak: BatchPeak | None = None) -> Iterator[JobResult]:
     """Take an event of the batch in; yield a result when it ends a job."""
     if isinstance(event, BatchLoad):
         if peak is not None and event.kv_bytes > peak.kv_bytes:

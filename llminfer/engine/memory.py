@@ -29,7 +29,7 @@ def cpu_bytes(root: Path = Path("/")) -> int | None:
 def _cgroup_bytes(root: Path) -> Iterator[int]:
     """What each control group with a limit has left, the process's own and those around it."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         for version in _CGROUPS.keys() & set(controllers.split(",")):
             mount, limit_file, use_file, cached = _CGROUPS[version]
             own = PurePosixPath(path.lstrip("/"))
