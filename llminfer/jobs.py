@@ -2,7 +2,7 @@
 
 A line of a `.jsonl` file is an object with `prompt` (a text) or `messages` (a list of role and
 content), and optionally `id`, `system`, `max_new_tokens`, `stop` and the sampling fields of
-`SamplingParams`. In any other file a line is a prompt. Empty lines are no jobs.
+`SamplingParams`. In any other file a line is a prompt. Lines end with LF or CR LF; empty ones are no jobs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llminfer.errors import InvalidParams, LlminferError, UsageError
-from llminfer.params import SAMPLER_FIELDS, SAMPLING_RANGES, StopCriteria, check_range
+from llminfer.errors import LlminferError, UsageError
+from llminfer.params import SAMPLER_FIELDS, SamplingParams, StopCriteria
+from llminfer.text import to_utf8
 
 _OWN_FIELDS = ("id", "prompt", "messages", "system", "max_new_tokens", "stop")
 # what a line may set; bad words are texts on the command line and ids in a file would surprise
@@ -59,19 +60,19 @@ class BadLine:
 
 
 def read_jobs(path: Path, defaults: StopCriteria) -> Iterator[Job | BadLine]:
-    """The jobs of a file in its order; `defaults` hold for lines that state nothing else.
+    """The jobs of a file or a pipe in its order; `defaults` hold for lines that state nothing else.
 
     Raises:
-        UsageError: when the file cannot be read.
+        UsageError: when it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                line = raw.rstrip(b"\r\n")
-                if line.strip():
-                    yield _read_line(line, number, defaults, is_json=path.suffix.lower() in {".jsonl", ".ndjson"})
+        data = to_utf8(path.read_bytes(), f"--prompts {path}")
     except OSError as error:
         raise UsageError(f"cannot read --prompts {path}: {error.strerror}") from error
+    is_json = path.suffix.lower() in {".jsonl", ".ndjson"}
+    for number, line in enumerate(data.replace(b"\r\n", b"\n").split(b"\n"), start=1):
+        if line.strip():
+            yield _read_line(line, number, defaults, is_json=is_json)
 
 
 def _read_line(line: bytes, number: int, defaults: StopCriteria, *, is_json: bool) -> Job | BadLine:
@@ -80,48 +81,58 @@ def _read_line(line: bytes, number: int, defaults: StopCriteria, *, is_json: boo
         text = line.decode("utf-8")
         if not is_json:
             return Job(line=number, id=str(number), digest=digest, prompt=text, stop=defaults)
-        return _read_object(json.loads(text), number, digest, defaults)
+        fields = json.loads(text)
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half an emoji can be escaped, and is no text
+        return _read_object(fields, number, digest, defaults)
     except LlminferError as error:
         return BadLine(line=number, digest=digest, error=error)
     except (ValueError, RecursionError) as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
-        return BadLine(line=number, digest=digest, error=UsageError(f"line {number} is {reason}"))
+        reason = next((reason for kind, reason in _UNREADABLE.items() if isinstance(error, kind)), "not JSON")
+        return BadLine(line=number, digest=digest, error=UsageError(f"the line is {reason}"))
+
+
+_UNREADABLE = {
+    UnicodeDecodeError: "not UTF-8",
+    UnicodeEncodeError: "not Unicode: it escapes half a character",
+    json.JSONDecodeError: "not JSON",
+    ValueError: "not to be read: it has a number of thousands of digits",
+}
 
 
 def _read_object(fields: Any, number: int, digest: str, defaults: StopCriteria) -> Job:
     if not isinstance(fields, dict):
-        raise UsageError(f"line {number} is not a JSON object")
+        raise UsageError("the line is not a JSON object")
     unknown = sorted(fields.keys() - {*_OWN_FIELDS, *_SAMPLING_FIELDS})
     if unknown:
         known = ", ".join((*_OWN_FIELDS, *_SAMPLING_FIELDS))
-        raise UsageError(f"line {number} has the unknown field {unknown[0]!r}", hint=f"known: {known}")
+        raise UsageError(f"the line has the unknown field {unknown[0]!r}", hint=f"known: {known}")
     if ("prompt" in fields) == ("messages" in fields):
-        raise UsageError(f"line {number} must have prompt or messages, and not both")
+        raise UsageError("the line must have prompt or messages, and not both")
     return Job(
         line=number,
         id=str(fields.get("id", number)),
         digest=digest,
-        prompt=_text(fields, "prompt", number),
-        messages=_messages(fields.get("messages"), number),
-        system=_text(fields, "system", number),
-        sampling=_sampling(fields, number),
+        prompt=_text(fields, "prompt"),
+        messages=_messages(fields.get("messages")),
+        system=_text(fields, "system"),
+        sampling=_sampling(fields),
         stop=StopCriteria(
-            max_new_tokens=_number(fields.get("max_new_tokens", defaults.max_new_tokens), "max_new_tokens", number),
-            stop=(*defaults.stop, *_stops(fields.get("stop", ()), number)),
+            max_new_tokens=fields.get("max_new_tokens", defaults.max_new_tokens),
+            stop=(*defaults.stop, *_stops(fields.get("stop", ()))),
             ignore_eos=defaults.ignore_eos,
             max_time_s=defaults.max_time_s,
         ),
     )
 
 
-def _text(fields: Mapping[str, Any], name: str, number: int) -> str | None:
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
-        raise UsageError(f"line {number}: {name} is not a text")
+        raise UsageError(f"{name} is not a text")
     return value
 
 
-def _messages(value: Any, number: int) -> tuple[Mapping[str, str], ...] | None:
+def _messages(value: Any) -> tuple[Mapping[str, str], ...] | None:
     if value is None:
         return None
     whole = isinstance(value, list) and all(
@@ -129,41 +140,24 @@ def _messages(value: Any, number: int) -> tuple[Mapping[str, str], ...] | None:
         for message in value
     )
     if not whole or not value:
-        raise UsageError(f"line {number}: messages is not a list of objects with role and content")
+        raise UsageError("messages is not a list of objects with role and content")
     return tuple(value)
 
 
-def _stops(value: Any, number: int) -> tuple[str, ...]:
+def _stops(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"line {number}: stop is not a text or a list of texts")
+        raise UsageError("stop is not a text or a list of texts")
     return tuple(texts)
 
 
-def _sampling(fields: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The sampling fields of a line, checked one by one so that the line's number can be named."""
-    sampling: dict[str, Any] = {}
-    for name in _SAMPLING_FIELDS:
-        if fields.get(name) is None:
-            continue
-        value = fields[name]
-        if name == "logit_bias":
-            if not isinstance(value, dict) or not all(str(key).isdecimal() for key in value):
-                raise UsageError(f"line {number}: logit_bias is not an object of ids and numbers")
-            sampling[name] = {int(key): _number(bias, name, number) for key, bias in value.items()}
-            continue
-        sampling[name] = _number(value, name, number)
-        low, high = SAMPLING_RANGES[name]
-        try:
-            check_range(name, sampling[name], low, high)
-        except InvalidParams as error:
-            raise InvalidParams(f"line {number}: {error.message}", hint=error.hint) from None
+def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of a line that are stated, made of what they may be made of."""
+    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    biases = sampling.get("logit_bias", {})
+    if not isinstance(biases, dict) or not all(key.isdecimal() for key in biases):
+        raise UsageError("logit_bias is not an object of ids and numbers")
+    if biases:
+        sampling["logit_bias"] = {int(key): bias for key, bias in biases.items()}
+    SamplingParams(**sampling)  # which refuses what is out of range
     return sampling
-
-
-def _number(value: Any, name: str, number: int) -> Any:
-    whole = {"max_new_tokens", "min_new_tokens", "top_k", "seed"}
-    kinds = int if name in whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise UsageError(f"line {number}: {name} is not a {'whole ' if name in whole else ''}number")
-    return value

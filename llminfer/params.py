@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ MAX_LOGPROBS = 1000
 MAX_BIAS = 1e6  # forbids or forces an id, and still adds to any logit without overflow
 MIN_TEMPERATURE = 1e-6  # below it a float32 logit could overflow
 MAX_SEED = 2**64 - 1  # what torch.Generator.manual_seed accepts without wrapping
+MAX_WHOLE = MAX_SEED  # what 64 bits hold, which is more of anything than there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +118,17 @@ NEVER_FROM_MODEL = frozenset({"seed", "logprobs", "logit_bias"})
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it.
 
-    A lowest value that is an int says that whole numbers are meant, which the types of options see to.
+    A lowest value that is an int says that whole numbers are meant, and no more than `MAX_WHOLE`.
     """
-    # written so that NaN, for which every comparison is false, fails; a model's file may hold anything
-    if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
+    whole = isinstance(low, int)
+    kinds, most = (int, min(high, MAX_WHOLE)) if whole else ((int, float), min(high, sys.float_info.max))
+    # a model's file may hold anything; NaN, for which every comparison is false, fails
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= most:
         highest = f" and at most {int(high) if high > 1e15 else format(high, 'g')}" if math.isfinite(high) else ""
-        kind = "whole" if isinstance(low, int) else "finite"
-        raise InvalidParams(f"{name} must be a {kind} number of at least {low:g}{highest}, not {value!r}")
+        kind = "whole" if whole else "finite"
+        huge = isinstance(value, int) and value.bit_length() > 128
+        found = f"one of {int(value).bit_length()} bits" if huge else repr(value)
+        raise InvalidParams(f"{name} must be a {kind} number of at least {low:g}{highest}, not {found}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +201,7 @@ class CacheOptions:
         if self.file is not None:
             if self.kind in ("none", "quantized"):
                 raise UsageError(f"--prompt-cache does not go with --cache {self.kind}", hint="drop one of them")
-            _check_writable(self.file)
+            check_writable("--prompt-cache", self.file)
 
     @property
     def name(self) -> str:
@@ -312,11 +318,16 @@ def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int |
     return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
 
 
-def _check_writable(file: Path) -> None:
-    """Refuse a file that could not be written after the run, as far as that can be known."""
-    if file.is_dir() or (file.exists() and not file.is_file()):
-        raise UsageError(f"--prompt-cache {file}: not a file")
+def check_writable(option: str, file: Path) -> None:
+    """Refuse a file that could not be written after the run, as far as that can be known.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{option} {file}: not a file", hint="name a file")
     if not file.parent.is_dir():
-        raise UsageError(f"--prompt-cache {file}: no such folder as {file.parent}")
-    if not os.access(file.parent, os.W_OK):
-        raise UsageError(f"--prompt-cache {file}: cannot write to {file.parent}")
+        raise UsageError(f"{option} {file}: no such folder as {file.parent}", hint="make the folder first")
+    for place in (file.parent, file):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise UsageError(f"{option} {file}: cannot write to {place}", hint="name another file")

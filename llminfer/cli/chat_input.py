@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llminfer.errors import UsageError
+from llminfer.text import decode_text, without_line_end
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -39,10 +40,7 @@ def _read_line() -> str:
     line: bytes = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    try:
-        return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"a line of standard input is not UTF-8 text (byte {error.start})") from None
+    return without_line_end(decode_text(line, "a line of standard input"))
 
 
 def _terminal_reader() -> Reader:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ from llminfer.params import (
     check_range,
     make_speculation,
 )
+from llminfer.text import decode_text, without_line_end
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
@@ -283,6 +286,8 @@ def _check_choices(request: _Request) -> None:
         "--num-samples and --steps": request.num_samples > 1 and output.steps,
         "--prompts and --num-samples": request.many.file is not None and request.num_samples > 1,
         "--prompts and --steps": request.many.file is not None and output.steps,
+        "--prompts and --echo": request.many.file is not None and output.echo,
+        "--prompts and --print-token-ids": request.many.file is not None and output.token_ids,
         "--output without --prompts": request.many.output is not None and request.many.file is None,
         "--resume without --output": request.many.resume and request.many.output is None,
     }
@@ -292,11 +297,12 @@ def _check_choices(request: _Request) -> None:
 
 
 def _check_caching(request: _Request) -> None:
-    """Several sequences share one dynamic cache: all that is said about another one is for a single run."""
+    """Several sequences share one dynamic cache: what is said about another one, or needs one, is for a single run."""
     caching = request.caching
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
     asked = {
+        "--engine native": request.choice.execution.engine == "native",
         "--compile": request.choice.execution.compiled,
         f"--cache {caching.kind}": caching.kind != "dynamic",
         "--kv-window": caching.window is not None,
@@ -338,7 +344,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise UsageError("two prompts: an argument and --prompt-file", hint="give one of them")
     if prompt_file is not None:
         try:
-            return _decode(prompt_file.read_bytes(), str(prompt_file))
+            return without_line_end(decode_text(prompt_file.read_bytes(), str(prompt_file)))
         except OSError as error:
             raise UsageError(f"cannot read --prompt-file {prompt_file}: {error.strerror}") from error
     if prompt is not None and prompt != "-":
@@ -347,18 +353,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         raise UsageError("no prompt", hint='try: llminfer generate "What is the capital of France?"')
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+    text = without_line_end(decode_text(sys.stdin.buffer.read(), "standard input"))
     if not text and prompt is None:
         raise UsageError("no prompt, and standard input is empty", hint="give the prompt as an argument")
     return text
-
-
-def _decode(data: bytes, source: str) -> str:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text (byte {error.start})") from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _encodable(text: str) -> bool:
@@ -451,16 +449,24 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
 
 def _run_many(request: _Request) -> int:
     from llminfer.cli.prompts import write_results
-    from llminfer.engine.many import BatchPeak, run_jobs
+    from llminfer.engine.many import run_jobs
+    from llminfer.engine.prompt_cache import model_digest
 
-    jobs = request.many.jobs(request.stop)
+    many, output = request.many, request.output
+    settings = _settings(request)
+    jobs = many.jobs(request.stop, settings)
     if not jobs:
-        if request.output.talks:
-            print(f"nothing to do: {request.many.output} has every line", file=sys.stderr)
+        if output.talks:
+            print(f"nothing to do: {many.output} has every line", file=sys.stderr)
         return 0
     startup_s: dict[str, float] = {}
     loaded = load_model(request.choice, startup_s, cache=request.caching)
-    peak = BatchPeak()
+    origin = {"settings": settings}
+    if many.output is not None and loaded.folder is not None:
+        origin["model_digest"] = model_digest(loaded.folder)
+        note = many.check_model(loaded.name, origin["model_digest"])
+        if note is not None and output.talks:
+            print(f"note: {note}", file=sys.stderr)
     results = run_jobs(
         loaded,
         jobs,
@@ -468,13 +474,28 @@ def _run_many(request: _Request) -> int:
         bad_words=request.bad_words,
         system=request.system,
         raw=request.raw,
-        batch_size=request.many.batch_size,
-        peak=peak,
+        batch_size=many.batch_size,
     )
     with interrupts() as interrupt:
         interrupt.may_wait = True
         lines = [job.line for job in jobs]
-        return write_results(results, lines, request.many, interrupt, talks=request.output.talks)
+        return write_results(results, lines, many, interrupt, talks=output.talks, origin=origin)
+
+
+def _settings(request: _Request) -> str:
+    """A digest of the options that shape a result of --prompts; those that say nothing are left out."""
+    stated = {
+        **request.flags,
+        **asdict(request.stop),
+        "bad_words": request.bad_words,
+        "system": request.system,
+        "raw": request.raw,
+        "dtype": request.choice.dtype,
+        "weights": request.choice.execution.weights,
+        "tokenizer": request.choice.tokenizer and str(request.choice.tokenizer),
+    }
+    said = {name: value for name, value in stated.items() if value not in (None, ()) and value is not False}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, debug: bool) -> int:

@@ -207,10 +207,12 @@ def _check_output(output: str, only_bytes: bool, plot: str | None) -> None:
     if only_bytes and output != "table":
         raise UsageError("--bytes and --format contradict each other")
     if plot is not None and plot != "-":
+        from llminfer.params import check_writable
         from llminfer.render.kv_plot import SUFFIXES
 
         if Path(plot).suffix.lower() not in SUFFIXES:
             raise UsageError(f"--plot: {plot!r} has none of the known endings", hint=f"known: {', '.join(SUFFIXES)}, -")
+        check_writable("--plot", Path(plot))
 
 
 def _sources(models: list[str], bare: Mapping[str, int | None]) -> list[Source | None]:

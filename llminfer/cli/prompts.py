@@ -6,19 +6,20 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from llminfer.errors import UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
-from llminfer.params import StopCriteria, check_range
+from llminfer.params import StopCriteria, check_range, check_writable
 
 if TYPE_CHECKING:
     from llminfer.engine.many import JobResult
 
 _INTERRUPTED_EXIT_CODE = 130
+_OTHER_OUTPUT = "name another --output"
 
 
 class Interrupt(Protocol):
@@ -45,54 +46,59 @@ class ManyPrompts:
         check_range("--batch-size", self.batch_size, 1, 4096)
         if given_prompt:
             raise UsageError("two prompts: an argument and --prompts", hint="give one of them")
-        if self.file is None or not self.file.is_file():
+        if self.file is None or not self.file.exists():
             raise UsageError(f"cannot read --prompts {self.file}: no such file")
-        if self.output is not None and self.output.exists() and not self.resume and self.output.stat().st_size:
-            raise UsageError(f"{self.output} exists", hint="--resume goes on with it; or name another --output")
+        if self.output is not None:
+            check_writable("--output", self.output)
+            if self.output.exists() and not self.resume and self.output.stat().st_size:
+                raise UsageError(f"{self.output} exists", hint=f"--resume goes on with it; or {_OTHER_OUTPUT}")
 
-    def jobs(self, defaults: StopCriteria) -> list[Job | BadLine]:
+    def jobs(self, defaults: StopCriteria, settings: str) -> list[Job | BadLine]:
         """The jobs that are still to do.
 
+        Args:
+            settings: a digest of all that shapes a result beside the model and the line.
+
         Raises:
-            UsageError: when the file has none, or is not the one that the output was made from.
+            UsageError: when the file has none, or is not the one that the output was made from, or not so.
         """
         if self.file is None:
             return []
         jobs = list(read_jobs(self.file, defaults))
         if not jobs:
             raise UsageError(f"--prompts {self.file} has no prompt")
-        done = self._done()
+        done = self.done()
         by_line = {job.line: job for job in jobs}
         for line, record in done.items():
             if line not in by_line or by_line[line].digest != record.get("digest"):
-                raise UsageError(
-                    f"{self.output} was not made from {self.file} as it is now (line {line})",
-                    hint="name another --output",
-                )
+                reason = f"{self.output} was not made from {self.file} as it is now (line {line})"
+                raise UsageError(reason, hint=_OTHER_OUTPUT)
+            if record.get("settings", settings) != settings:
+                reason = f"{self.output} was made with other options (line {line})"
+                raise UsageError(reason, hint=f"give those that it was made with, or {_OTHER_OUTPUT}")
         return [job for job in jobs if job.line not in done]
 
-    def _done(self) -> dict[int, dict[str, Any]]:
-        """Whole records of the output by line number; a last line that was cut off is dropped from the file."""
+    def check_model(self, name: str, digest: str) -> str | None:
+        """Refuse to go on with the results of another model; a note where they do not say of which they are.
+
+        Raises:
+            UsageError: naming both.
+        """
+        done = self.done()
+        for line, record in done.items():
+            if record.get("model_digest", digest) != digest:
+                was = record.get("model")
+                other = f"{was}, not with {name}" if was != name else f"other weights or files of {name}"
+                raise UsageError(f"{self.output} was made with {other} (line {line})", hint=_OTHER_OUTPUT)
+        if all("model_digest" in record for record in done.values()):
+            return None
+        return f"{self.output} does not say with which model and options all of it was made; it is gone on with"
+
+    def done(self) -> dict[int, dict[str, Any]]:
+        """The results of the output by line number; what is cut off, broken or interrupted is dropped from the file."""
         if self.output is None or not self.resume or not self.output.exists():
             return {}
-        data = self.output.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        records: dict[int, dict[str, Any]] = {}
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                records[int(record["line"])] = record
-            except (ValueError, TypeError, KeyError):
-                raise UsageError(f"{self.output}, line {number}, is no result of --prompts") from None
-        # what was interrupted or broke is done again
-        kept = {
-            line: record
-            for line, record in records.items()
-            if "error" not in record and record.get("finish_reason") != "interrupted"
-        }
-        if len(whole) < len(data) or len(kept) < len(records):
-            _rewrite(self.output, kept)
-        return kept
+        return _tidy(self.output, lambda record: "error" not in record and record.get("finish_reason") != "interrupted")
 
 
 def write_results(
@@ -102,11 +108,12 @@ def write_results(
     interrupt: Interrupt,
     *,
     talks: bool,
+    origin: Mapping[str, str],
 ) -> int:
-    """Write each result when all before it are written; sort the file at the end when a resume left gaps.
+    """Write each result when all before it are written; whatever ends the run, those that are ready are written.
 
-    `lines` are those of the jobs that run, in order. Results that are ready when the user interrupts
-    are written too, so that a resume need not redo them.
+    `lines` are those of the jobs that run, in order. `origin` goes into every record: what an output
+    that is resumed has to be of.
     """
     from llminfer.render.document import job_record, to_json
     from llminfer.render.progress import count_bar
@@ -116,24 +123,26 @@ def write_results(
     waiting: dict[int, str] = {}
     order = iter(lines)
     due = next(order, None)
-    with count_bar("prompts", shown=talks) as advance:
-        for result in _drain(results, interrupt):
-            record = job_record(result.job, result.trace, result.error)
-            reason = record.get("finish_reason")
-            interrupted += reason == "interrupted"
-            if "error" in record:
-                failed += 1
-                print(f"error: line {result.job.line}: {record['error']['message']}", file=sys.stderr)
-            waiting[result.job.line] = to_json(record)
-            advance()
-            while due in waiting:
-                _write_line(stream, waiting.pop(due))
-                due = next(order, None)
-    for line in sorted(waiting):
-        _write_line(stream, waiting[line])
-    if many.output is not None:
-        stream.close()
-        _sort(many.output)
+    try:
+        with count_bar("prompts", shown=talks) as advance:
+            for result in _drain(results, interrupt):
+                record = {**job_record(result.job, result.trace, result.error), **origin}
+                reason = record.get("finish_reason")
+                interrupted += reason == "interrupted"
+                if "error" in record:
+                    failed += 1
+                    print(f"error: line {result.job.line}: {record['error']['message']}", file=sys.stderr)
+                waiting[result.job.line] = to_json(record)
+                advance()
+                while due in waiting:
+                    _write_line(stream, waiting.pop(due))
+                    due = next(order, None)
+    finally:
+        for line in sorted(waiting):
+            _write_line(stream, waiting[line])
+        if many.output is not None:
+            stream.close()
+            _tidy(many.output)
     return _INTERRUPTED_EXIT_CODE if interrupted or interrupt.pending else int(failed > 0)
 
 
@@ -158,17 +167,27 @@ def _write_line(stream: TextIO, line: str) -> None:
     stream.flush()
 
 
-def _sort(output: Path) -> None:
-    """Put the records of a finished or interrupted file into the order of their lines."""
-    lines = output.read_text(encoding="utf-8").splitlines()
-    records = {int(json.loads(line)["line"]): json.loads(line) for line in lines}
-    if list(records) != sorted(records):
-        _rewrite(output, records)
+def _tidy(output: Path, kept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[int, dict[str, Any]]:
+    """The records that are kept, by line; the file then has these alone, in the order of their lines.
 
-
-def _rewrite(output: Path, records: dict[int, dict[str, Any]]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.", suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        for line in sorted(records):
-            file.write(json.dumps(records[line], allow_nan=False, ensure_ascii=False) + "\n")
-    os.replace(temporary, output)
+    Raises:
+        UsageError: for a line that is no result of ours. A last one that was cut off is dropped.
+    """
+    data = output.read_bytes()
+    records: dict[int, dict[str, Any]] = {}
+    texts: dict[int, bytes] = {}
+    for number, text in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(text)
+            line = int(record["line"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            raise UsageError(f"{output}, line {number}, is no result of --prompts", hint=_OTHER_OUTPUT) from None
+        if kept(record):
+            records[line], texts[line] = record, text + b"\n"
+    tidy = b"".join(texts[line] for line in sorted(texts))
+    if tidy != data:
+        handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(tidy)
+        os.replace(temporary, output)
+    return records

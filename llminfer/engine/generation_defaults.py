@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from llminfer.engine.prompt import encode_bad_words
 from llminfer.errors import InvalidParams
 from llminfer.params import (
     NEVER_FROM_MODEL,
@@ -86,6 +87,13 @@ def effective_sampling(
     if "seed" not in values:
         values["seed"], origins["seed"] = random.SystemRandom().randrange(2**32), "random"
     return SamplingParams(**values, origins=origins), tuple(_notes(stated, origins))
+
+
+def with_bad_words(sampling: Mapping[str, Any], tokenizer: Any, words: Sequence[str]) -> dict[str, Any]:
+    """Sampling values by name, with the ids of these words beside those that it forbids already."""
+    if not words:
+        return dict(sampling)
+    return {**sampling, "bad_words": (*(sampling.get("bad_words") or ()), *encode_bad_words(tokenizer, words))}
 
 
 def effective_stop(stop: StopCriteria, model_defaults: Mapping[str, Any]) -> StopCriteria:

@@ -75,19 +75,29 @@ class JoinedCache:
         return max(self.lengths, default=0)
 
     def join(self, cache: Any, length: int, copies: int = 1) -> None:
-        """Add the cache of one sequence, of `length` tokens, as the last rows; the cache is taken over."""
+        """Add the cache of one sequence, of `length` tokens, as the last rows; the cache is taken over.
+
+        Whatever goes wrong on the way, the rows before stay as they were.
+        """
         if copies > 1:
             for layer in cache.layers:
                 _each_tensor(layer, layer, lambda mine, _: mine.repeat_interleave(copies, dim=0))
-        before = self.total
-        self.lengths.extend([length] * copies)
         if self.cache is None:
-            self.cache = cache
+            self.cache, self.lengths = cache, [length] * copies
             return
-        for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
-            _set_length(ours, before, self.total)
-            _set_length(theirs, length, self.total)
-            _each_tensor(ours, theirs, lambda mine, other: torch.cat([mine, other], dim=0))
+        before, after = self.total, max(self.total, length)
+        try:
+            for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
+                _set_length(ours, before, after)
+                _set_length(theirs, length, after)
+                _each_tensor(ours, theirs, lambda mine, other: torch.cat([mine, other], dim=0))
+        except Exception:
+            # views alone, since there may be no memory for more; layers that were not reached stay as they are
+            for layer in self.cache.layers:
+                _each_tensor(layer, layer, lambda mine, _: mine[: len(self.lengths)])
+                _set_length(layer, after, before)
+            raise
+        self.lengths.extend([length] * copies)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order."""
@@ -137,7 +147,7 @@ def _fit(states: Tensor, length: int) -> Tensor:
     missing = length - states.shape[-2]
     if missing > 0:
         return torch.nn.functional.pad(states, (0, 0, missing, 0))
-    return states[..., -missing:, :].contiguous() if missing else states
+    return states[..., -missing:, :] if missing else states
 
 
 def _each_tensor(ours: Any, theirs: Any, combine: Callable[[Tensor, Tensor], Tensor]) -> None:

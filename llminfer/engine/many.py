@@ -6,25 +6,29 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llminfer.engine.batch import BatchLoad, Row, decode_batch
+from llminfer.engine.batch import BatchLoad, Fits, Row, decode_batch
 from llminfer.engine.clock import Clock
 from llminfer.engine.device import synchronizer
-from llminfer.engine.generation_defaults import effective_sampling
+from llminfer.engine.generation_defaults import effective_sampling, with_bad_words
 from llminfer.engine.load import LoadedModel
-from llminfer.engine.prompt import Prompt, check_ids, encode_bad_words, encode_messages, encode_prompt
+from llminfer.engine.memory import available_bytes
+from llminfer.engine.prompt import Prompt, check_ids, encode_messages, encode_prompt
 from llminfer.engine.run import (
     explain,
     make_output,
     make_started,
     predict,
+    reason_of,
     token_limit,
 )
 from llminfer.engine.sampler import make_sampler
-from llminfer.errors import LlminferError, UsageError
+from llminfer.errors import GenerationFailed, LlminferError, UsageError
 from llminfer.events import Finished, Started, Step, Trace
 from llminfer.jobs import BadLine, Job
-from llminfer.kv.footprint import footprint
-from llminfer.params import MAX_SEED, StopCriteria
+from llminfer.kv.footprint import footprint, total_bytes
+from llminfer.params import MAX_SEED, CacheOptions, StopCriteria
+
+_SHARE_FOR_CACHE = 0.9  # of the memory that is left; the rest is for what a forward computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,6 @@ def run_jobs(
     system: str | None = None,
     raw: bool = False,
     batch_size: int,
-    peak: BatchPeak | None = None,
 ) -> Generator[JobResult, None, None]:
     """Run every job and yield its result when it has ended, in the order in which they end.
 
@@ -76,20 +79,21 @@ def run_jobs(
         sampling: values by name for jobs that state none of their own.
         system: a system message for jobs without one.
         batch_size: jobs that decode together at most.
-        peak: is kept up to the largest joined cache of the run.
+
+    Raises:
+        UsageError: for a compiled model, which steps over a static cache alone.
     """
+    loaded.execution.check_cache(CacheOptions())
     clock = Clock(synchronizer(loaded.device))
     running = _Running()
-    flags = dict(sampling)
-    if bad_words:
-        flags["bad_words"] = encode_bad_words(loaded.tokenizer, bad_words)
+    flags = with_bad_words(sampling, loaded.tokenizer, bad_words)
     rows = _rows(loaded, jobs, flags, system, raw, clock, running)
-    events = decode_batch(loaded.model, rows, clock, batch_size=batch_size)
+    events = decode_batch(loaded.model, rows, clock, batch_size=batch_size, fits=_fits(loaded))
     # an interrupt thrown in at a yield below goes to the decoder, which then ends what is under way
     event = next(events, None)
     while event is not None:
         interrupted = False
-        for result in (*_take(running.refused), *_result(loaded, event, running, peak)):
+        for result in (*_take(running.refused), *_result(loaded, event, running)):
             try:
                 yield result
             except KeyboardInterrupt:
@@ -115,16 +119,15 @@ def run_samples(
     Sample i draws with the seed + i, so its tokens are those of a run of its own with that seed.
 
     Raises:
-        UsageError: for a prompt that is empty or longer than the context.
+        UsageError: for a prompt that is empty or longer than the context, or a compiled model.
         InvalidParams: for a value out of its range.
     """
+    loaded.execution.check_cache(CacheOptions())
     clock, stop = Clock(synchronizer(loaded.device)), stop or StopCriteria()
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
     check_ids(prompt, loaded.tokenizer, loaded.model)
     tokenize_s = clock.lap()
-    flags = dict(sampling)
-    if bad_words:
-        flags["bad_words"] = encode_bad_words(loaded.tokenizer, bad_words)
+    flags = with_bad_words(sampling, loaded.tokenizer, bad_words)
     first, notes = effective_sampling(flags, loaded.generation_defaults)
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
     running, rows = _Running(), []
@@ -132,10 +135,14 @@ def run_samples(
         params = replace(first, seed=(first.seed + number) % (MAX_SEED + 1))
         started = make_started(loaded, prompt, params, stop, limit, "dynamic", tokenize_s, notes)
         rows.append(_row(loaded, number, prompt, started, limit, clock, running))
-    for event in decode_batch(loaded.model, rows, clock, batch_size=count, samples=count):
+    for event in decode_batch(loaded.model, rows, clock, batch_size=count, fits=_fits(loaded)):
         for _ in _result(loaded, event, running, peak):
             pass
-    return [running.traces[number] for number in range(count)]
+    traces = [running.traces[number] for number in range(count)]
+    for trace in traces:
+        if trace.finished is None:  # the user interrupted before there was room for it
+            trace.add(Finished(reason="interrupted"))
+    return traces
 
 
 def _rows(
@@ -158,19 +165,42 @@ def _rows(
             tokenize_s = clock.lap()
             params, notes = effective_sampling({**flags, **job.sampling}, loaded.generation_defaults)
             limit = token_limit(len(prompt.ids), job.stop.max_new_tokens, loaded.context_limit)
-        except LlminferError as error:
-            running.refused.append(JobResult(job=job, error=error))
+            started = make_started(loaded, prompt, params, job.stop, limit, "dynamic", tokenize_s, notes)
+            row = _row(loaded, key, prompt, started, limit, clock, running)
+        except Exception as error:  # a line that breaks anything breaks itself alone
+            running.refused.append(JobResult(job=job, error=_own_error(error)))
             continue
-        started = make_started(loaded, prompt, params, job.stop, limit, "dynamic", tokenize_s, notes)
         running.jobs[key] = job
-        yield _row(loaded, key, prompt, started, limit, clock, running)
+        yield row
+
+
+def _own_error(error: Exception) -> LlminferError:
+    return error if isinstance(error, LlminferError) else GenerationFailed(f"the job cannot start: {reason_of(error)}")
+
+
+def _fits(loaded: LoadedModel) -> Fits:
+    """Whether rows have room beside each other at their limits, each as long as the longest."""
+    kv = loaded.kv
+    if kv is None:  # nothing is known of its size
+        return lambda rows, held_bytes: True
+    size = total_bytes(kv, dtype=str(loaded.dtype))
+
+    def fits(rows: Sequence[Row], held_bytes: int) -> bool:
+        left_bytes = available_bytes(loaded.device)
+        if left_bytes is None:
+            return True
+        at_limit = size(max(row.most_tokens for row in rows), len(rows))
+        copied = 2 * at_limit // max(len(kv.layers), 1)  # while rows join, one layer is there up to three times
+        return at_limit + copied - held_bytes <= left_bytes * _SHARE_FOR_CACHE
+
+    return fits
 
 
 def _prompt(loaded: LoadedModel, job: Job, system: str | None, raw: bool) -> Prompt:
     if job.messages is None:
         return encode_prompt(loaded.tokenizer, job.prompt or "", system=job.system or system, raw=raw)
     if job.system is not None:
-        raise UsageError(f"line {job.line} has a system message beside its messages", hint="put it into the messages")
+        raise UsageError("a system message beside messages", hint="put it into the messages")
     return encode_messages(loaded.tokenizer, job.messages)
 
 
@@ -186,7 +216,7 @@ def _row(
     )
 
 
-def _result(loaded: LoadedModel, event: Any, running: _Running, peak: BatchPeak | None) -> Iterator[JobResult]:
+def _result(loaded: LoadedModel, event: Any, running: _Running, peak: BatchPeak | None = None) -> Iterator[JobResult]:
     """Take an event of the batch in; yield a result when it ends a job."""
     if isinstance(event, BatchLoad):
         if peak is not None and event.kv_bytes > peak.kv_bytes:

@@ -150,7 +150,7 @@ def _identity(loaded: LoadedModel, options: CacheOptions) -> dict[str, str]:
     return {
         "format": FORMAT,
         "format_version": str(FORMAT_VERSION),
-        "model": _digest(loaded.folder),
+        "model": model_digest(loaded.folder),
         "model_name": loaded.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": loaded.device.type,
@@ -184,7 +184,7 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text[:200])
 
 
-def _digest(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Of all files that decide what a token's keys are: config, weights, the checkpoint's own code.
 
     All bytes of the weights: a fine-tuned model differs from its base in nothing else.

@@ -16,10 +16,10 @@ from llminfer.engine.continuation import exact_length
 from llminfer.engine.detokenizer import make_detokenizer, special_token_ids
 from llminfer.engine.device import device_name, is_out_of_memory, synchronizer
 from llminfer.engine.forward import Forward, PlainForward, make_forward, prefill_chunk
-from llminfer.engine.generation_defaults import effective_sampling, effective_stop
+from llminfer.engine.generation_defaults import effective_sampling, effective_stop, with_bad_words
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.loop import decode
-from llminfer.engine.prompt import Prompt, check_ids, encode_bad_words, encode_prompt
+from llminfer.engine.prompt import Prompt, check_ids, encode_prompt
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from llminfer.engine.sampler import make_sampler
 from llminfer.engine.speculate import Drafting, decode_drafts, make_drafting
@@ -79,9 +79,7 @@ def generate(
     stop = stop or StopCriteria()
     if isinstance(sampling, SamplingParams):
         sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
-    flags = dict(sampling or {})
-    if bad_words:
-        flags["bad_words"] = (*(flags.get("bad_words") or ()), *encode_bad_words(loaded.tokenizer, bad_words))
+    flags = with_bad_words(sampling or {}, loaded.tokenizer, bad_words)
     params, sampling_notes = effective_sampling(flags, loaded.generation_defaults)
     clock = Clock(synchronizer(loaded.device))
     prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
@@ -182,8 +180,14 @@ def make_started(
         speculation=feeding.drafting.speculation if feeding.drafting else None,
         draft_model=feeding.drafting.draft.name if feeding.drafting and feeding.drafting.draft else None,
         draft_cost=feeding.drafting.draft_cost if feeding.drafting else None,
-        notes=(*loaded.notes, *notes, *prompt.notes),
+        notes=(*loaded.notes, *_unused_step(loaded, options), *notes, *prompt.notes),
     )
+
+
+def _unused_step(loaded: LoadedModel, options: CacheOptions) -> tuple[str, ...]:
+    if loaded.way is None or loaded.way_for(options) is not None:
+        return ()
+    return (f"the native step is not taken over a {options.name} cache: the matrices alone are native",)
 
 
 def _events(
@@ -318,7 +322,7 @@ def _make_forward(
     except LlminferError:
         raise
     except Exception as error:
-        raise GenerationFailed(f"cannot run {loaded.name}: {_reason(error)}", hint="--debug shows where") from error
+        raise GenerationFailed(f"cannot run {loaded.name}: {reason_of(error)}", hint="--debug shows where") from error
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
@@ -374,15 +378,13 @@ def explain(
     elif isinstance(error, LlminferError):
         return error
     else:
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        explained = GenerationFailed(
-            f"step {step} failed: {type(error).__name__}: {reason}", hint="--debug shows where"
-        )
+        explained = GenerationFailed(f"step {step} failed: {reason_of(error)}", hint="--debug shows where")
     explained.__cause__ = error
     return explained
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The kind of a foreign error and its first line."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 

@@ -177,7 +177,7 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(model: Any) -> None:
         )
         for number in range(4)
     ]
-    ids, _, _ = collect(decode_batch(model, rows, Clock(), batch_size=4, samples=4))
+    ids, _, _ = collect(decode_batch(model, rows, Clock(), batch_size=4))
     for number in range(4):
         assert ids[number] == alone(model, prompt, limit, SamplingParams(seed=40 + number))
     assert len({tuple(row) for row in ids.values()}) > 1

@@ -408,7 +408,7 @@ def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path: Path, mon
     (folder / "config.json").write_text("{}")
     weights = folder / "model.safetensors"
     weights.write_bytes(b"weights")
-    digest = prompt_cache._digest(folder)
+    digest = prompt_cache.model_digest(folder)
     opened, usual = [], Path.open
 
     def noted(path: Path, *arguments: Any, **keywords: Any) -> Any:
@@ -417,8 +417,8 @@ def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "open", noted)
     prompt_cache._files_digest.cache_clear()  # as another process would begin
-    assert prompt_cache._digest(folder) == digest
+    assert prompt_cache.model_digest(folder) == digest
     assert weights not in opened
     weights.write_bytes(b"WEIGHTS")
-    assert prompt_cache._digest(folder) != digest
+    assert prompt_cache.model_digest(folder) != digest
     assert weights in opened
