@@ -98,7 +98,8 @@ def _events(
         while len(batch.active) < batch_size and (row := next(queue, None)) is not None:
             starting = [row, *(next(queue) for _ in range(samples - 1))]
             unfinished.update((started.key, started) for started in starting)
-            yield from _start(batch, starting)
+            # a row that is to give no token has ended before it starts
+            yield from map(_finish, starting) if row.output.reason is not None else _start(batch, starting)
         if not batch.active:
             return
         yield from _step(batch)
