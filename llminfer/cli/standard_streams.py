@@ -13,7 +13,7 @@ from llminfer.errors import UsageError
 from llminfer.units import visible
 
 # what tables are written with, for consoles whose encoding lacks it; blocks of a picture become stars
-_LOOK_ALIKES = {"·": "-", "×": "x", "–": "-", "−": "-", "─": "-", "━": "-", "│": "|", "┃": "|", "µ": "u", "≠": "!"}
+_LOOK_ALIKES = {"·": "*", "×": "x", "–": "-", "−": "-", "─": "-", "━": "-", "│": "|", "┃": "|", "µ": "u", "≠": "!"}
 _ERRORS = "llminfer-look-alikes"
 
 
