@@ -136,7 +136,7 @@ class StopCriteria:
     """When a run ends.
 
     Attributes:
-        max_new_tokens: tokens to generate at most; an EOS token counts.
+        max_new_tokens: tokens to generate at most; an EOS token counts. With 0 nothing runs.
         stop: texts that end the run when they appear in the output; they are not printed. One that names a
             special token ends it at that token.
         stop_from_model: these are the model's own, since none were asked for.
@@ -144,7 +144,7 @@ class StopCriteria:
         max_time_s: end after the token at which so many seconds have passed since tokenizing began.
 
     Raises:
-        InvalidParams: for less than one token, or an empty stop text.
+        InvalidParams: for less than no token, or an empty stop text.
     """
 
     max_new_tokens: int = 256
@@ -154,7 +154,7 @@ class StopCriteria:
     stop_from_model: bool = False
 
     def __post_init__(self) -> None:
-        check_range("max_new_tokens", self.max_new_tokens, 1, math.inf)
+        check_range("max_new_tokens", self.max_new_tokens, 0, math.inf)
         if self.max_time_s is not None:
             check_range("max_time_s", self.max_time_s, 0.0, math.inf)
         if "" in self.stop:

@@ -1,9 +1,12 @@
-"""Bytes and seconds to text and back. Binary units are called by their binary names."""
+"""Bytes and seconds to text and back, with binary units by their binary names; and text that is safe to print."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from llminfer.errors import InvalidParams
 
@@ -14,6 +17,8 @@ _BYTE_FACTORS = {
 }
 _COUNT_FACTORS = {"": 1, "k": 1000, "m": 1000**2, "ki": 1024, "mi": 1024**2}
 RANGE_LIMIT = 1000
+# what terminals act on: control characters, other line ends, changes of the writing direction; and half characters
+_ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -99,3 +104,21 @@ def format_seconds(duration_s: float) -> str:
             digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
             return f"{value:.{digits}f} {unit}"
     raise AssertionError("unreachable")
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """Text of others with what a terminal would act on written out (`\\x1b`), except characters to `keep`."""
+    return _ACTING.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def to_json(document: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """One strict JSON document: no NaN, no Infinity, letters of any script as they are.
+
+    What a terminal would act on, or no UTF-8 can hold, is escaped; without an indent it is one line.
+    """
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False, indent=indent)
+    return _ACTING.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)

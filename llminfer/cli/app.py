@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from llminfer import __version__
 from llminfer.cli.chat import chat
+from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, as_ours, report, say
 from llminfer.cli.generate import generate
 from llminfer.cli.kv_size import kv_size
-from llminfer.errors import LlminferError
-
-INTERRUPTED_EXIT_CODE = 130
+from llminfer.cli.standard_streams import check_stdout, set_up_streams, write_text
+from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
+from llminfer.units import to_json
 
 # the framework brings its own copy of click in some releases, so its classes are reached through its own
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -35,8 +36,60 @@ class _Commands(TyperGroup):
             sys.stdout.flush()
             return result
         except BrokenPipeError:  # caught here, since the framework would turn it into exit code 1
-            _silence_stdout()
             return 0
+
+
+class _Command(TyperCommand):
+    """A command whose texts are Unicode, whose data can go somewhere, and whose JSON has its errors too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        json_output = ctx.params.get("json_output") and not ctx.params.get("debug")
+        try:
+            for parameter in ctx.command.params:
+                ctx.params[parameter.name] = _unicode(parameter, ctx.params.get(parameter.name))
+            if ctx.params.get("output_file") is None:
+                check_stdout()
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            if json_output:
+                from llminfer.render.document import error_document
+
+                write_text(to_json(error_document(as_ours(error))) + "\n")
+            raise
+
+
+# what these name are files, whose names may be any bytes, and only code of ours opens them
+_FILES = frozenset({"models", "plot"})
+_MODELS = frozenset({"model", "draft", "tokenizer"})
+
+
+def _unicode(parameter: Any, value: Any) -> Any:
+    """The value of an option or argument, in which every text is one.
+
+    Raises:
+        UsageError: for bytes that are not UTF-8; those of a file's name are let through.
+        ModelNotAvailable: for a model's name, since the libraries that read its files take none of these.
+    """
+    if isinstance(value, list | tuple):
+        return [_unicode(parameter, each) for each in value]
+    model = parameter.name in _MODELS
+    if not (isinstance(value, str) or (model and value is not None)) or parameter.name in _FILES:
+        return value
+    try:
+        str(value).encode()
+        return value
+    except UnicodeEncodeError:
+        pass
+    what = max(parameter.opts, key=len) if parameter.param_type_name == "option" else f"the {parameter.name}"
+    if model:
+        hint = "give the folder or file another name, or a link to it"
+        raise ModelNotAvailable(f"{what} {value}: its name is not valid UTF-8", hint=hint)
+    try:
+        return os.fsencode(value).decode()  # UTF-8 after all, where the locale knows none
+    except UnicodeError:
+        raise UsageError(f"{what} is not valid UTF-8") from None
 
 
 app = typer.Typer(
@@ -67,11 +120,12 @@ def options(
 
 COMMANDS: dict[str, Callable[..., object]] = {"generate": generate, "chat": chat, "kv-size": kv_size}
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=_Command)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
+    set_up_streams()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     # all is said: Ctrl-C while the interpreter takes itself apart would only change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -85,22 +139,17 @@ def run(arguments: list[str]) -> int:
     try:
         result = app(args=arguments or ["--help"], prog_name="llminfer", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except LlminferError as error:
-        if "--debug" in arguments:
-            raise
-        return report(error)
     except _UsageError as error:
         return _report_usage(error)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED_EXIT_CODE
     except _FrameworkError as error:
-        return _print_error(error.format_message(), None, exit_code=error.exit_code)
+        return report(LlminferError(error.format_message()))
     except Exception as error:
         if "--debug" in arguments:
             raise
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        return _print_error(f"{type(error).__name__}: {reason}", "this is a fault of ours; --debug shows where", 1)
+        return report(as_ours(error))
 
 
 def _is_watched() -> bool:
@@ -127,11 +176,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def report(error: LlminferError) -> int:
-    """Print an error for people and return its exit code."""
-    return _print_error(error.message, error.hint, exit_code=error.exit_code)
-
-
+_AFTER_DASHES = 'a prompt that begins with - follows two of them: llminfer generate -- "-1 is"'
 # what the framework repeats of the command line in these are words of a prompt: (its first words, ours, a hint)
 _STRAY_PROMPTS = (
     ("Got unexpected extra argument", "more than one argument", "put the prompt in quotes"),
@@ -140,23 +185,15 @@ _STRAY_PROMPTS = (
 
 
 def _report_usage(error: Any) -> int:
-    message = error.format_message()
+    message: str = error.format_message()
     for start, ours, hint in _STRAY_PROMPTS:
         rest = message.removeprefix(start)
         # one word may as well be a command or an option gone wrong, which is worth seeing
         if rest != message and len(rest.split()) > 1:
-            return _print_error(ours, hint, exit_code=2)
-    hint_for_all = f"see {error.ctx.command_path} --help" if error.ctx else None
-    return _print_error(message, hint_for_all, exit_code=2)
-
-
-def _print_error(message: str, hint: str | None, exit_code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
-    return exit_code
-
-
-def _silence_stdout() -> None:
-    """The reader has gone: let nothing more be written, not even what the interpreter flushes at exit."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 — it stays open until the process ends
+            return report(UsageError(ours, hint=hint))
+    about: str | None = f"see {error.ctx.command_path} --help" if error.ctx else None
+    if about and message.startswith("No such option") and error.ctx.info_name == "generate":
+        about = f"{about}; {_AFTER_DASHES}"
+        if len(error.option_name.split()) > 1:
+            message = "no such option"
+    return report(UsageError(message, hint=about))

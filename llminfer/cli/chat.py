@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.chat_input import make_reader
+from llminfer.cli.chat_input import Reader, make_reader
+from llminfer.cli.errors import report, say
 from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model, load_with_draft
 from llminfer.cli.options import check_flags
-from llminfer.cli.stream import stream, text_of, write_text
+from llminfer.cli.standard_streams import write_text
+from llminfer.cli.stream import stream, text_of
 from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
 from llminfer.params import CacheOptions, Execution, Speculation, StopCriteria, make_speculation
@@ -95,10 +97,11 @@ def chat(
     begin = _system_messages(system)
     stop_criteria = StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
     transcript = read_transcript(load) if load is not None else None
+    read = make_reader()
     session = _start(choice, flags, stop_criteria, cache, begin, debug, speculation, draft)
     if transcript is not None:
         session.go_on_with(transcript)
-    return _talk(session)
+    return _talk(session, read)
 
 
 def _start(
@@ -155,7 +158,7 @@ class _Session:
     def say(self, text: str) -> None:
         """Tell the user something, unless only the answers are wanted."""
         if self.talks:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def go_on_with(self, transcript: Transcript) -> None:
         """Take up a saved conversation."""
@@ -167,9 +170,8 @@ class _Session:
             self.say(f"note: this conversation was held with {transcript.model}, and goes on with {self.model}")
 
 
-def _talk(session: _Session) -> int:
+def _talk(session: _Session, read: Reader) -> int:
     """Read and answer until there is nothing more to read; the code to exit with."""
-    read = make_reader()
     terminal = sys.stdin.isatty()
     while True:
         try:
@@ -240,8 +242,6 @@ def _print_turn(session: _Session, trace: Trace) -> None:
 
 def _report(session: _Session, error: LlminferError) -> None:
     """An error of one turn or command; the chat goes on."""
-    from llminfer.cli.app import report
-
     if session.debug:
         raise error
     code = report(error)
@@ -299,7 +299,7 @@ def _help(session: _Session, argument: str) -> None:
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        print(f"{name:<{width}}  {text}", file=sys.stderr)
+        say(f"{name:<{width}}  {text}")
 
 
 _COMMANDS = {

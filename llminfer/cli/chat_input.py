@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llminfer.cli.errors import say
 from llminfer.errors import UsageError
 from llminfer.text import decode_text, without_line_end
 
@@ -25,7 +26,7 @@ def make_reader() -> Reader:
         UsageError: when there is no standard input.
     """
     if sys.stdin is None:
-        raise UsageError("there is no standard input to read messages from")
+        raise UsageError("cannot read standard input: it is closed")
     if sys.stdin.isatty() and sys.stderr.isatty():
         return _terminal_reader()
     return _read_line
@@ -37,7 +38,10 @@ def _read_line() -> str:
     Raises:
         UsageError: for a line that is not UTF-8.
     """
-    line: bytes = sys.stdin.buffer.readline()
+    try:
+        line: bytes = sys.stdin.buffer.readline()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "cannot read standard input") from error
     if not line:
         raise EOFError
     return without_line_end(decode_text(line, "a line of standard input"))
@@ -81,6 +85,6 @@ def _history() -> History:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
     except OSError as error:
-        print(f"note: no history is kept: cannot write {file}: {error.strerror}", file=sys.stderr)
+        say(f"note: no history is kept: cannot write {file}: {error.strerror}")
         return InMemoryHistory()
     return FileHistory(str(file))

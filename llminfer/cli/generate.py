@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llminfer.cli import options
+from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
 from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft, status
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
-from llminfer.cli.stream import interrupts, stream, text_of, write_text
+from llminfer.cli.standard_streams import read_stdin, write_text
+from llminfer.cli.stream import interrupts, stream, text_of
 from llminfer.errors import InvalidParams, LlminferError, UsageError
 from llminfer.kv.quantizers import quantizer
 from llminfer.params import (
@@ -31,12 +33,11 @@ from llminfer.params import (
     make_speculation,
 )
 from llminfer.text import decode_text, without_line_end
+from llminfer.units import to_json
 
 if TYPE_CHECKING:
     from llminfer.engine.load import LoadedModel
     from llminfer.events import Finished, Step, Trace
-
-_INTERRUPTED_EXIT_CODE = 130
 
 
 def generate(
@@ -131,7 +132,7 @@ def generate(
     ] = None,
     kv_window: Annotated[
         int | None,
-        typer.Option("--kv-window", metavar="N", help="Keep the first 4 and the newest N − 4 tokens, and no others."),
+        typer.Option("--kv-window", metavar="N", help="Keep the first 4 and the newest N - 4 tokens, and no others."),
     ] = None,
     prefill_chunk: Annotated[
         int | None,
@@ -188,40 +189,33 @@ def generate(
         num_samples=num_samples,
         many=many,
     )
-    try:
-        check_flags(flags, max_new_tokens)
-        _check_choices(request)
-        execution = Execution(weights=weights, engine=engine, compiled=compiled)
-        # several sequences share a dynamic cache, and a window is kept in one of its own
-        plain = many.file is not None or num_samples > 1 or kv_window is not None
-        default_cache = "dynamic" if plain else execution.default_cache
-        request = replace(
-            request,
-            caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
-            choice=replace(request.choice, execution=execution),
-            speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
-            draft=draft,
-        )
-        _check_caching(request)
-        _check_speculation(request)
-        biases = parse_logit_bias(logit_bias or [])
-        request = replace(
-            request,
-            flags={**flags, "logit_bias": biases or None},
-            stop=StopCriteria(
-                max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
-            ),
-        )
-        if many.file is not None:
-            many.check(given_prompt=prompt is not None or prompt_file is not None)
-            return _run_many(request)
-        return _run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
-    except LlminferError as error:
-        if json_output and not debug:
-            from llminfer.render.document import error_document, to_json
-
-            print(to_json(error_document(error)))
-        raise
+    check_flags(flags, max_new_tokens)
+    _check_choices(request)
+    execution = Execution(weights=weights, engine=engine, compiled=compiled)
+    # several sequences share a dynamic cache, and a window is kept in one of its own
+    plain = many.file is not None or num_samples > 1 or kv_window is not None
+    default_cache = "dynamic" if plain else execution.default_cache
+    request = replace(
+        request,
+        caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
+        choice=replace(request.choice, execution=execution),
+        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+        draft=draft,
+    )
+    _check_caching(request)
+    _check_speculation(request)
+    biases = parse_logit_bias(logit_bias or [])
+    request = replace(
+        request,
+        flags={**flags, "logit_bias": biases or None},
+        stop=StopCriteria(
+            max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
+        ),
+    )
+    if many.file is not None:
+        many.check(given_prompt=prompt is not None or prompt_file is not None)
+        return _run_many(request)
+    return _run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,23 +342,13 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         except OSError as error:
             raise UsageError(f"cannot read --prompt-file {prompt_file}: {error.strerror}") from error
     if prompt is not None and prompt != "-":
-        if not _encodable(prompt):
-            raise UsageError("the prompt is not valid UTF-8")
         return prompt
-    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("no prompt", hint='try: llminfer generate "What is the capital of France?"')
-    text = without_line_end(decode_text(sys.stdin.buffer.read(), "standard input"))
+    text = without_line_end(decode_text(read_stdin(), "standard input"))
     if not text and prompt is None:
         raise UsageError("no prompt, and standard input is empty", hint="give the prompt as an argument")
     return text
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _run(request: _Request, *, debug: bool) -> int:
@@ -415,7 +399,7 @@ def _id_line(event: Step | Finished) -> str:
 def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
     """Several samples of one prompt: each text on lines of its own, or all in one document."""
     from llminfer.engine.many import BatchPeak, run_samples
-    from llminfer.render.document import samples_document, to_json
+    from llminfer.render.document import samples_document
 
     peak = BatchPeak()
     traces = run_samples(
@@ -430,21 +414,18 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
         peak=peak,
     )
     if request.output.json:
-        print(to_json(samples_document(traces, startup_s, asdict(peak))))
+        write_text(to_json(samples_document(traces, startup_s, asdict(peak))) + "\n")
     for number, trace in enumerate(traces if not request.output.json else ()):
         if request.output.talks and trace.started is not None and trace.finished is not None:
             seed, reason = trace.started.sampling.seed, trace.finished.reason
-            print(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}", file=sys.stderr, flush=True)
+            say(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}")
         shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
         write_text((request.text if request.output.echo else "") + shown + "\n")
     if request.output.talks:
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
-        print(
-            f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}",
-            file=sys.stderr,
-        )
+        say(f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}")
     reasons = [trace.finished.reason for trace in traces if trace.finished is not None]
-    return _INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
+    return INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
 
 
 def _run_many(request: _Request) -> int:
@@ -457,7 +438,7 @@ def _run_many(request: _Request) -> int:
     jobs = many.jobs(request.stop, settings)
     if not jobs:
         if output.talks:
-            print(f"nothing to do: {many.output} has every line", file=sys.stderr)
+            say(f"nothing to do: {many.output} has every line")
         return 0
     startup_s: dict[str, float] = {}
     loaded = load_model(request.choice, startup_s, cache=request.caching)
@@ -466,7 +447,7 @@ def _run_many(request: _Request) -> int:
         origin["model_digest"] = model_digest(loaded.folder)
         note = many.check_model(loaded.name, origin["model_digest"])
         if note is not None and output.talks:
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}")
     results = run_jobs(
         loaded,
         jobs,
@@ -504,9 +485,9 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
     if finished is None:
         raise KeyboardInterrupt
     if output.json:
-        from llminfer.render.document import run_document, to_json
+        from llminfer.render.document import run_document
 
-        print(to_json(run_document(trace, startup_s)), flush=True)
+        write_text(to_json(run_document(trace, startup_s)) + "\n")
     if output.talks or output.steps:
         from llminfer.render.console import make_console
         from llminfer.render.steps import step_table
@@ -519,9 +500,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         for text in summary(trace, startup_s) if output.talks else ():
             console.print(text)
     if isinstance(finished.error, LlminferError):
-        from llminfer.cli.app import report
-
         if debug:
             raise finished.error
         return report(finished.error)
-    return _INTERRUPTED_EXIT_CODE if finished.reason == "interrupted" else 0
+    return INTERRUPTED_EXIT_CODE if finished.reason == "interrupted" else 0

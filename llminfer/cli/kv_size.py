@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from llminfer.cli.errors import say, writing
+from llminfer.cli.standard_streams import write_text
 from llminfer.errors import DoesNotFit, InvalidParams, LlminferError, UnsupportedArchitecture, UsageError
-from llminfer.units import format_bytes, parse_bytes, parse_counts
+from llminfer.units import format_bytes, parse_bytes, parse_counts, to_json
 
 if TYPE_CHECKING:
     from llminfer.kv.answers import Answer, CheckRow
@@ -243,7 +245,7 @@ def _bare_model(bare: Mapping[str, int | None], dtype: str | None) -> ModelKV:
             raise InvalidParams(f"{flag} is {value}, not 1 or more")
     layers, heads, dim = (value or 0 for value in bare.values())
     if dtype is None:
-        typer.echo("note: no --dtype: counted as bfloat16, 2 bytes an element", err=True)
+        say("note: no --dtype: counted as bfloat16, 2 bytes an element")
     tensors = (PerToken(name="k", heads=heads, dim=dim), PerToken(name="v", heads=heads, dim=dim))
     return ModelKV(
         name=f"{layers} layers, {heads} heads of {dim}",
@@ -288,7 +290,7 @@ def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
         from llminfer.engine.dryrun import dry_run_model
     except ImportError:
         return None
-    typer.echo(f"note: {config['model_type']} is not in the tables: running its classes without weights", err=True)
+    say(f"note: {config['model_type']} is not in the tables: running its classes without weights")
     try:
         model: ModelKV = dry_run_model(dict(config), source=name, name=name)
     except UnsupportedArchitecture:
@@ -319,7 +321,7 @@ def _lengths(question: Question, model: ModelKV, memory: Memory | None) -> list[
         return [None]
     if model.context_limit is None:
         raise UsageError(f"{model.name} states no context limit of its own", hint="give --tokens")
-    typer.echo(f"note: no --tokens: {model.name}'s own limit, {model.context_limit}", err=True)
+    say(f"note: no --tokens: {model.name}'s own limit, {model.context_limit}")
     return [model.context_limit]
 
 
@@ -389,14 +391,20 @@ def _verified(answer: Answer, source: Source | None) -> Answer:
 
 
 def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
-    from llminfer.engine.dryrun import dry_run
+    from llminfer.cli.loading import no_data
+    from llminfer.engine.checkpoint import check_docstrings
     from llminfer.kv.answers import CheckRow
     from llminfer.kv.footprint import footprint
 
     found = answer.footprint
     assert found is not None
+    check_docstrings()
+    with no_data():
+        from llminfer.engine.dryrun import dry_run
+
+        moments = dry_run(dict(config), tokens=answer.tokens, steps=2, batch=answer.batch, dtype=found.dtype)
     rows: list[CheckRow] = []
-    for moment in dry_run(dict(config), tokens=answer.tokens, steps=2, batch=answer.batch, dtype=found.dtype):
+    for moment in moments:
         predicted = footprint(answer.model, tokens=moment.tokens, batch=answer.batch, dtype=found.dtype)
         # a storage that differs from the tensors is a peak, named by what came last: the prefill, or a step
         before, name = predicted, "storage after prefill"
@@ -430,7 +438,7 @@ def _warn(question: Question, answers: list[Answer]) -> None:
             if any(field.name == "dtype" and field.origin.startswith("not in") for field in answer.model.fields)
         }
     for line in sorted(said):
-        typer.echo(line, err=True)
+        say(line)
 
 
 def _print(answers: list[Answer], output: str, only_bytes: bool, layers: bool) -> None:
@@ -445,7 +453,7 @@ def _print(answers: list[Answer], output: str, only_bytes: bool, layers: bool) -
         from importlib import import_module
 
         text = import_module(f"llminfer.render.kv_{output}").render(answers, layers=layers)
-    typer.echo(text, nl=False, color=True)  # what may be coloured was decided above
+    write_text(text) if output in ("json", "csv") else sys.stdout.write(text)
 
 
 def _total(answer: Answer) -> int:
@@ -486,9 +494,10 @@ def _plot(question: Question, answers: list[Answer], target: str) -> None:
     room = max(budgets[0].memory.cache_bytes, 0) if budgets else None
     if target == "-":
         picture = kv_plot.draw(curves, memory_bytes=room, color=wants_color(sys.stdout))
-        typer.echo(picture, nl=False, color=True)
+        sys.stdout.write(picture)
     else:
-        kv_plot.save(curves, Path(target), memory_bytes=room)
+        with writing(Path(target)):
+            kv_plot.save(curves, Path(target), memory_bytes=room)
 
 
 def _fail_if_needed(question: Question, answers: list[Answer]) -> None:
@@ -513,8 +522,6 @@ def _print_list(output: str) -> None:
 
     names = list(shipped_configs())
     if output == "json":
-        import json
-
-        typer.echo(json.dumps({"schema_version": 1, "configs": names}, indent=2))
+        write_text(to_json({"schema_version": 1, "configs": names}, indent=2) + "\n")
     else:
-        typer.echo("".join(f"{name}\n" for name in names), nl=False)
+        sys.stdout.write("".join(f"{name}\n" for name in names))

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +67,7 @@ def load_model(
 
     A model that cannot have the `cache`, or not with `speculation`, is refused before its weights are read.
     """
-    with quick_start():
+    with quick_start(), no_data():
         name, checkpoint = _inspect(choice, startup_s)
         return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation)
 
@@ -81,19 +81,21 @@ def load_with_draft(
     speculation: Speculation,
 ) -> tuple[LoadedModel, LoadedModel]:
     """The model, and the smaller one that drafts for it, which is loaded first: its vocabulary has to be the same."""
-    with quick_start():
+    with quick_start(), no_data():
         name, checkpoint = _inspect(choice, startup_s)
     small = replace(
         choice, model=draft_model, revision=None, tokenizer=None, execution=replace(choice.execution, compiled=False)
     )
     draft = load_model(small, startup_s, speculation=speculation)
-    return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
+    with no_data():
+        return _load(choice, name, checkpoint, startup_s, cache=cache, speculation=speculation, draft=draft), draft
 
 
 def _inspect(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Checkpoint]:
     choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
-    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.checkpoint import check_docstrings, inspect_checkpoint
 
+    check_docstrings()
     name, folder = _find_folder(choice, startup_s)
     return name, inspect_checkpoint(
         folder,
@@ -185,6 +187,11 @@ def _convert(
             from llminfer.engine.gguf import checkpoint_for_gguf
         with timed("convert", startup_s):
             return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
+
+
+def no_data() -> AbstractContextManager[object]:
+    """What libraries print while they load is no data, so it goes to standard error."""
+    return redirect_stdout(sys.stderr)
 
 
 @contextmanager

@@ -100,4 +100,4 @@ def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
         if value is not None:
             check_range(f"--{name.replace('_', '-')}", value, low, high)
     SamplingParams(**cast(dict[str, Any], {name: value for name, value in flags.items() if value is not None}))
-    check_range("--max-new-tokens", max_new_tokens, 1, math.inf)
+    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)

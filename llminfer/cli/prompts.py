@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from llminfer.atomic import replacing
+from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, say, writing
+from llminfer.cli.standard_streams import write_text
 from llminfer.errors import UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
 from llminfer.params import StopCriteria, check_range, check_writable
+from llminfer.units import to_json
 
 if TYPE_CHECKING:
     from llminfer.engine.many import JobResult
 
-_INTERRUPTED_EXIT_CODE = 130
 _OTHER_OUTPUT = "name another --output"
 
 
@@ -115,10 +115,11 @@ def write_results(
     `lines` are those of the jobs that run, in order. `origin` goes into every record: what an output
     that is resumed has to be of.
     """
-    from llminfer.render.document import job_record, to_json
+    from llminfer.render.document import job_record
     from llminfer.render.progress import count_bar
 
-    stream = sys.stdout if many.output is None else many.output.open("a", encoding="utf-8")
+    with writing(many.output):
+        stream = None if many.output is None else many.output.open("a", encoding="utf-8")
     failed = interrupted = 0
     waiting: dict[int, str] = {}
     order = iter(lines)
@@ -131,19 +132,20 @@ def write_results(
                 interrupted += reason == "interrupted"
                 if "error" in record:
                     failed += 1
-                    print(f"error: line {result.job.line}: {record['error']['message']}", file=sys.stderr)
+                    say(f"error: line {result.job.line}: {record['error']['message']}")
                 waiting[result.job.line] = to_json(record)
                 advance()
                 while due in waiting:
-                    _write_line(stream, waiting.pop(due))
+                    _write_line(stream, many.output, waiting.pop(due))
                     due = next(order, None)
     finally:
         for line in sorted(waiting):
-            _write_line(stream, waiting[line])
-        if many.output is not None:
-            stream.close()
-            _tidy(many.output)
-    return _INTERRUPTED_EXIT_CODE if interrupted or interrupt.pending else int(failed > 0)
+            _write_line(stream, many.output, waiting[line])
+        if stream is not None and many.output is not None:
+            with writing(many.output):
+                stream.close()
+                _tidy(many.output)
+    return INTERRUPTED_EXIT_CODE if interrupted or interrupt.pending else int(failed > 0)
 
 
 def _drain(results: Generator[JobResult, None, None], interrupt: Interrupt) -> Iterator[JobResult]:
@@ -162,9 +164,13 @@ def _drain(results: Generator[JobResult, None, None], interrupt: Interrupt) -> I
             result = next(results, None)
 
 
-def _write_line(stream: TextIO, line: str) -> None:
-    stream.write(line + "\n")
-    stream.flush()
+def _write_line(stream: TextIO | None, output: Path | None, line: str) -> None:
+    if stream is None:
+        write_text(line + "\n")
+        return
+    with writing(output):
+        stream.write(line + "\n")
+        stream.flush()
 
 
 def _tidy(output: Path, kept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[int, dict[str, Any]]:
@@ -186,8 +192,6 @@ def _tidy(output: Path, kept: Callable[[dict[str, Any]], bool] = lambda record: 
             records[line], texts[line] = record, text + b"\n"
     tidy = b"".join(texts[line] for line in sorted(texts))
     if tidy != data:
-        handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(tidy)
-        os.replace(temporary, output)
+        with replacing(output) as beside:
+            beside.write_bytes(tidy)
     return records

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from llminfer.cli.errors import say
+from llminfer.cli.standard_streams import write_text
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -40,20 +42,13 @@ def stream(
             # from the first token on: what is being written is written to its end
             interrupt.may_wait = isinstance(event, Step | Finished)
             if isinstance(event, Started) and announce:
-                print(started_line(event), file=sys.stderr, flush=True)
+                say(started_line(event))
             if isinstance(event, Step | Finished) and show is not None:
                 write_text(show(event))
             if isinstance(event, Finished):
                 break
             event = events.throw(KeyboardInterrupt()) if interrupt.pending else next(events, None)
     return trace
-
-
-def write_text(text: str) -> None:
-    """Text to standard output byte for byte, at once."""
-    if text:
-        sys.stdout.buffer.write(text.encode("utf-8"))
-        sys.stdout.buffer.flush()
 
 
 @dataclass(slots=True)

@@ -127,7 +127,9 @@ def _events(batch: _Batch) -> Iterator[BatchEvent]:
         if len(batch.active) <= batch.opens_at:
             batch.opens_at = batch.batch_size - 1
             while len(batch.active) <= batch.opens_at and (starting := _next_rows(batch)):
-                yield from _start(batch, starting)
+                # a row that is to give no token has ended before it starts
+                ended = starting[0].output.reason is not None
+                yield from map(_finish, starting) if ended else _start(batch, starting)
         if batch.active:
             yield from _step(batch)
         elif not batch.aside:

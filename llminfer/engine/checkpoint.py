@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def inspect_checkpoint(
         ModelNotAvailable: naming the file and what is missing or wrong about it.
         UnsupportedArchitecture: when files are missing of a model that could not run with them either.
     """
+    check_docstrings()
     config = load_config(folder)
     try:
         pickled, weights_bytes = _check_weights(folder, config, allow_pickle=allow_pickle)
@@ -73,6 +75,17 @@ def inspect_checkpoint(
         pickled=pickled,
         weights_bytes=weights_bytes,
     )
+
+
+def check_docstrings() -> None:
+    """Refuse a Python without docstrings, from which transformers builds parts of its classes.
+
+    Raises:
+        ModelNotAvailable: for Python with -OO.
+    """
+    if sys.flags.optimize > 1:
+        reason = "transformers needs the docstrings that Python drops with PYTHONOPTIMIZE=2 or -OO"
+        raise ModelNotAvailable(f"no model can be loaded: {reason}", hint="unset it, or set it to 1")
 
 
 def _tokenizer_folder(folder: Path, tokenizer: Path | None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,40 +124,50 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, .
 
 
 def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], refusal: _Refusal) -> list[int]:
-    """The conversation through the template, in the form of content that the template reads.
-
-    Templates of image-text models may read content as a list of parts, and leave out a plain text
-    without an error.
-    """
-    in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    newest = messages[-1]["content"].strip()
-    plain = None
-    problem: LlminferError | None = None
-    for form in (list(messages), in_parts):
-        try:
-            ids = _templated(tokenizer, form, refusal)
-        except LlminferError as error:
-            problem = problem or error
-            continue
-        if newest in tokenizer.decode(ids):
-            return ids
-        plain = plain or ids
-    if problem is not None:
-        raise problem
-    return plain or []
-
-
-def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]], refusal: _Refusal) -> list[int]:
+    """The conversation through the template, in the form of content that the template reads."""
+    form = _read_form(tokenizer, messages)
     try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        return list(_apply(tokenizer, [form(message) for message in messages], tokenize=True))
     except TemplateError as error:
         reason = error.message or type(error).__name__
         raise UsageError(f"the model's chat template refused {refusal.culprit}: {reason}", hint=refusal.hint) from error
-    except (TypeError, ValueError) as error:  # what a template's own expressions raise
-        raise LlminferError(f"the model's chat template failed: {error}", hint=refusal.hint) from error
-    return list(ids)
+    except Exception as error:  # a template is a program, and may raise whatever programs do
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        raise LlminferError(f"the model's chat template failed: {reason}", hint=refusal.hint) from error
+
+
+def _as_text(message: Mapping[str, str]) -> dict[str, Any]:
+    return dict(message)
+
+
+def _in_parts(message: Mapping[str, str]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+# digits, so that a template that changes the case of a text shows it all the same
+_PROBE = "7391846205"
+
+
+def _read_form(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Callable[[Mapping[str, str]], dict[str, Any]]:
+    """How the template reads content: as a text, or as a list of parts, as some of image-text models do.
+
+    Those leave out a plain text without an error. So a probe takes the place of the newest message, and is
+    looked for in what the template renders: never in what is decoded from ids, which tokenizers change.
+    """
+    probe = [*messages[:-1], {**messages[-1], "content": _PROBE}]
+    for form in (_as_text, _in_parts):
+        try:
+            rendered = _apply(tokenizer, [form(message) for message in probe], tokenize=False)
+        except Exception:  # the conversation itself is rendered next, and what is wrong said then
+            continue
+        # a template that adds texts together may write the whole list out, as Python or JSON does
+        if _PROBE in rendered and not any(f"text{quote}: {quote}{_PROBE}" in rendered for quote in "'\""):
+            return form
+    return _as_text
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
+    return tokenizer.apply_chat_template(messages, tokenize=tokenize, add_generation_prompt=True, return_dict=False)
 
 
 def _forged(tokenizer: Any, *texts: str | None) -> tuple[str, ...]:

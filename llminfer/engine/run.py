@@ -86,7 +86,7 @@ def generate(
     check_ids(prompt, loaded.tokenizer, loaded.model)
     tokenize_s = clock.lap()
     limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    room, compiled = len(prompt.ids) + limit[0] - 1, None
+    room, compiled = len(prompt.ids) + max(limit[0] - 1, 0), None
     if loaded.execution.compiled:
         room = compiled_room(room)
         compiled = _compiled_once(loaded, room)
@@ -151,7 +151,7 @@ def make_started(
     if isinstance(feeding, str):
         feeding = Feeding(options=CacheOptions(kind=feeding))
     options = feeding.options
-    at_limit = _fed(feeding, len(prompt.ids), limit, limit[0] - 1)
+    at_limit = _fed(feeding, len(prompt.ids), limit, max(limit[0] - 1, 0))
     return Started(
         model=loaded.name,
         device=str(loaded.device),
@@ -207,7 +207,7 @@ def _events(
     if finished.error:
         now = _predict(loaded, feeding.options, replace(fed, steps=output.count))
         error = explain(finished.error, output.count, loaded, started, now=now)
-    if feeding.options.file is not None and error is None:
+    if feeding.options.file is not None and error is None and limit[0]:
         try:
             save_prompt_cache(feeding.options.file, loaded, forward, feeding.options)
         except LlminferError as not_saved:
@@ -261,7 +261,7 @@ def _draft_cache(drafting: Drafting | None) -> DraftCache | None:
 
 def _fed(feeding: Feeding, prompt_tokens: int, limit: tuple[int, FinishReason], steps: int) -> Fed:
     pieces = piece_sizes(prompt_tokens - feeding.reused, feeding.options.prefill_chunk)
-    room = feeding.room or prompt_tokens + limit[0] - 1
+    room = feeding.room or prompt_tokens + max(limit[0] - 1, 0)
     return Fed(prompt=pieces, steps=steps, reused=feeding.reused, room=room)
 
 
@@ -280,6 +280,7 @@ def make_output(
         eos_ids=frozenset() if stop.ignore_eos else loaded.eos_ids,
         max_new_tokens=limit[0],
         limit_reason=limit[1],
+        reason=None if limit[0] else limit[1],
         token_text=lambda token_id: token_text(tokenizer, token_id),
         out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
     )

@@ -37,6 +37,8 @@ def find_source(argument: str) -> Source:
         ModelNotAvailable: when nothing of the name is found; the message says where it was looked for.
     """
     if argument == "-":
+        if sys.stdin is None:
+            raise ModelNotAvailable("cannot read standard input: it is closed")
         return Source(name="-", config=parse_config(sys.stdin.read(), source="standard input"))
     path = Path(argument).expanduser()
     if _exists(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,11 +105,6 @@ def error_document(error: LlminferError) -> dict[str, Any]:
 def error_fields(error: LlminferError) -> dict[str, Any]:
     """An error as data."""
     return {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-
-
-def to_json(document: Mapping[str, Any]) -> str:
-    """One strict JSON document: no NaN, no Infinity, one line, non-ASCII as it is."""
-    return json.dumps(document, allow_nan=False, ensure_ascii=False)
 
 
 def _sampling(started: Started) -> dict[str, Any]:

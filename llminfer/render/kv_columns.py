@@ -10,7 +10,7 @@ from typing import Any
 from llminfer.kv.answers import Answer, CheckRow
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
-from llminfer.units import format_bytes
+from llminfer.units import format_bytes, visible
 
 NONE = "–"
 _FORMULAS_AT_MOST = 8
@@ -21,36 +21,40 @@ class Column:
     """A heading, the text of one answer under it, and whether it is a number (so set to the right)."""
 
     heading: str
-    text: Callable[[Answer], str]
+    show: Callable[[Answer], str]
     number: bool = True
+
+    def text(self, answer: Answer) -> str:
+        """The cell's text, whatever the name that stands in it."""
+        return visible(self.show(answer))
 
 
 def columns(answers: Sequence[Answer]) -> list[Column]:
     """The columns that these answers need: what no answer has, or all have alike by default, is left out."""
     rows = [
-        Column(heading="model", text=lambda answer: answer.model.name, number=False),
-        Column(heading="runtime", text=lambda answer: answer.runtime, number=False),
-        Column(heading="tokens", text=lambda answer: str(answer.tokens)),
-        Column(heading="batch", text=lambda answer: str(answer.batch)),
+        Column(heading="model", show=lambda answer: answer.model.name, number=False),
+        Column(heading="runtime", show=lambda answer: answer.runtime, number=False),
+        Column(heading="tokens", show=lambda answer: str(answer.tokens)),
+        Column(heading="batch", show=lambda answer: str(answer.batch)),
     ]
     if any(answer.tp > 1 for answer in answers):
-        rows.append(Column(heading="tp", text=lambda answer: str(answer.tp)))
+        rows.append(Column(heading="tp", show=lambda answer: str(answer.tp)))
     rows += [
-        Column(heading="cache", text=_of(cache_type), number=False),
-        Column(heading="total", text=_of(lambda found: format_bytes(found.total_bytes))),
-        Column(heading="bytes", text=_of(lambda found: str(found.total_bytes))),
-        Column(heading="next token", text=_of(lambda found: format_bytes(found.bytes_per_token))),
-        Column(heading="fixed state", text=_of(lambda found: format_bytes(found.state_bytes))),
+        Column(heading="cache", show=_of(cache_type), number=False),
+        Column(heading="total", show=_of(lambda found: format_bytes(found.total_bytes))),
+        Column(heading="bytes", show=_of(lambda found: str(found.total_bytes))),
+        Column(heading="next token", show=_of(lambda found: format_bytes(found.bytes_per_token))),
+        Column(heading="fixed state", show=_of(lambda found: format_bytes(found.state_bytes))),
     ]
     if any(answer.footprint and answer.footprint.peaks for answer in answers):
-        rows.append(Column(heading="peak", text=_of(lambda found: format_bytes(found.peak_bytes))))
+        rows.append(Column(heading="peak", show=_of(lambda found: format_bytes(found.peak_bytes))))
     if any(answer.budget for answer in answers):
         rows += [
-            Column(heading="longest context", text=_longest_context),
-            Column(heading="largest batch", text=_largest_batch),
-            Column(heading="fits", text=_fits, number=False),
+            Column(heading="longest context", show=_longest_context),
+            Column(heading="largest batch", show=_largest_batch),
+            Column(heading="fits", show=_fits, number=False),
         ]
-    rows.append(Column(heading="by", text=lambda answer: answer.model.method, number=False))
+    rows.append(Column(heading="by", show=lambda answer: answer.model.method, number=False))
     return rows
 
 
@@ -78,7 +82,7 @@ def lines_below(answers: Sequence[Answer]) -> list[str]:
         lines[release] = None
     copies = any(answer.runtime == "transformers" for answer in answers)
     lines["steady state; a step needs working memory besides" + _COPIES * copies] = None
-    return list(lines)
+    return [visible(line) for line in lines]
 
 
 _COPIES = ", and transformers copies a layer as it grows"
@@ -110,12 +114,17 @@ def layer_dims(layer: LayerKV) -> str:
     return ", ".join((*tensors, *states)) or NONE
 
 
+def layers_title(answer: Answer) -> str:
+    """What a table of layers is about."""
+    return visible(f"{answer.model.name}, {answer.runtime}, {answer.tokens} tokens")
+
+
 FIELD_HEADINGS = ("field", "value", "from")
 
 
 def field_rows(answer: Answer) -> list[tuple[str, ...]]:
     """Every field that was used, its value (shortened), and where it came from."""
-    return [(field.name, _short(field.value), field.origin) for field in answer.model.fields]
+    return [(visible(field.name), _short(field.value), visible(field.origin)) for field in answer.model.fields]
 
 
 CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
@@ -199,5 +208,5 @@ def _joined(values: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = visible(str(value))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,6 +14,7 @@ from llminfer.kv.budget import Budget
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
 from llminfer.kv.runtimes.records import LayerBytes
+from llminfer.units import to_json
 
 SCHEMA_VERSION = 1
 
@@ -21,7 +22,7 @@ SCHEMA_VERSION = 1
 def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
     """The answers in the order asked; with `layers` every layer and every field used."""
     document = {"schema_version": SCHEMA_VERSION, "results": [_result(answer, layers) for answer in answers]}
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return to_json(document, indent=2) + "\n"
 
 
 def _result(answer: Answer, layers: bool) -> dict[str, Any]:

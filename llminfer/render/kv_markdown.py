@@ -15,6 +15,7 @@ from llminfer.render.kv_columns import (
     layer_rows,
     lines_below,
 )
+from llminfer.units import visible
 
 
 def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
@@ -26,7 +27,7 @@ def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
     for answer in answers:
         if layers and answer.footprint is not None:
             numbers = (True, False, True, False, True, True, True)
-            lines += ["", f"**{_escaped(answer.model.name)}**, {answer.runtime}, {answer.tokens} tokens", ""]
+            lines += ["", f"**{_escaped(visible(answer.model.name))}**, {answer.runtime}, {answer.tokens} tokens", ""]
             lines += _table(LAYER_HEADINGS, layer_rows(answer.footprint), numbers)
             lines += ["", *_table(FIELD_HEADINGS, field_rows(answer), (False, False, False))]
         if answer.check:

@@ -14,6 +14,7 @@ from llminfer.render.kv_columns import (
     columns,
     field_rows,
     layer_rows,
+    layers_title,
     lines_below,
 )
 
@@ -27,7 +28,7 @@ def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
     for answer in answers:
         if layers and answer.footprint is not None:
             rows = layer_rows(answer.footprint)
-            lines += ["", f"{answer.model.name}, {answer.runtime}, {answer.tokens} tokens"]
+            lines += ["", layers_title(answer)]
             lines += aligned(LAYER_HEADINGS, rows, (True, False, True, False, True, True, True))
             lines += ["", *aligned(FIELD_HEADINGS, field_rows(answer), (False, False, False))]
         if answer.check:

@@ -63,23 +63,21 @@ def save(curves: Sequence[Curve], path: Path, *, memory_bytes: int | None = None
     """Write the curves to a .png, .svg or .html file.
 
     Raises:
-        UsageError: for another suffix, when matplotlib is not installed, or when the file cannot be written.
+        UsageError: for another suffix, or when matplotlib is not installed.
+        OSError: when the file cannot be written.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise UsageError(f"--plot cannot write {path.name!r}", hint=f"known: {', '.join(SUFFIXES)}, and - for here")
     figure = _figure(curves, memory_bytes)
-    try:
-        if suffix == ".html":
-            stream = StringIO()
-            figure.savefig(stream, format="svg")
-            picture = stream.getvalue()
-            page = f"<!DOCTYPE html>\n<meta charset='utf-8'>\n<title>{html.escape('KV cache')}</title>\n"
-            path.write_text(page + picture[picture.index("<svg") :], encoding="utf-8")
-        else:
-            figure.savefig(path, format=suffix[1:], dpi=150)
-    except OSError as error:
-        raise UsageError(f"--plot cannot write {path}: {error.strerror or error}") from None
+    if suffix == ".html":
+        stream = StringIO()
+        figure.savefig(stream, format="svg")
+        picture = stream.getvalue()
+        page = f"<!DOCTYPE html>\n<meta charset='utf-8'>\n<title>{html.escape('KV cache')}</title>\n"
+        path.write_text(page + picture[picture.index("<svg") :], encoding="utf-8")
+    else:
+        figure.savefig(path, format=suffix[1:], dpi=150)
 
 
 def _figure(curves: Sequence[Curve], memory_bytes: int | None) -> Any:

@@ -20,6 +20,7 @@ from llminfer.render.kv_columns import (
     columns,
     field_rows,
     layer_rows,
+    layers_title,
     lines_below,
 )
 
@@ -48,7 +49,7 @@ def render(answers: Sequence[Answer], *, layers: bool = False, color: bool = Fal
         console.print(Text(line), soft_wrap=True)
     for answer in answers:
         if layers and answer.footprint is not None:
-            console.print(Text(f"\n{answer.model.name}, {answer.runtime}, {answer.tokens} tokens", style="bold"))
+            console.print(Text(f"\n{layers_title(answer)}", style="bold"))
             _print(console, LAYER_HEADINGS, layer_rows(answer.footprint), (True, False, True, False, True, True, True))
             _print(console, FIELD_HEADINGS, field_rows(answer), (False, False, False))
         if answer.check:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from llminfer.render.console import make_console
+from llminfer.units import visible
 
 
 @contextmanager
@@ -18,15 +19,15 @@ def progress_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[str, i
         yield lambda stage, done, total: None
         return
     if not sys.stderr.isatty():
-        print(f"{title} ...", file=sys.stderr, flush=True)
+        print(f"{visible(title)} ...", file=sys.stderr, flush=True)
         yield lambda stage, done, total: None
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=make_console(sys.stderr), transient=True) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task(visible(title), total=None)
 
         def advance(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{title}: {stage}", completed=done, total=total or None)
+            progress.update(task, description=visible(f"{title}: {stage}"), completed=done, total=total or None)
 
         yield advance
 

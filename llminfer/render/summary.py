@@ -8,7 +8,7 @@ from rich.text import Text
 
 from llminfer.events import Finished, Started, Trace, percentile
 from llminfer.params import SAMPLING_RANGES, SINK_TOKENS, SamplingParams
-from llminfer.units import format_bytes, format_seconds
+from llminfer.units import format_bytes, format_seconds, visible
 
 _LABEL_WIDTH = 9
 _PERCENTILES = (50, 95, 99)
@@ -74,7 +74,7 @@ def turn_line(trace: Trace) -> Text:
 
 
 def _line(label: str, *parts: str) -> Text:
-    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "cyan"), " ", " · ".join(parts))
+    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "cyan"), " ", visible(" · ".join(parts)))
 
 
 def _model_parts(started: Started) -> Iterator[str]:
@@ -164,6 +164,7 @@ def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator
     measured = trace.steps[-1].kv_bytes if trace.steps else None
     if measured is None:
         yield _line("KV cache", "none was kept" if trace.steps else "nothing was cached")
+        yield from () if trace.steps else _limit_lines(started)
         return
     if finished.kv is None:
         yield _line("KV cache", f"measured {_bytes(measured)}", f"not predicted: {started.kv_unpredicted}")
@@ -173,6 +174,10 @@ def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator
     yield _line("KV cache", f"predicted {_bytes(predicted)}", f"measured {_bytes(measured)}", verdict)
     yield _line("", f"{finished.cached_tokens} tokens cached (prompt + generated − 1): {finished.kv.formula}")
     yield from _kind_lines(started)
+    yield from _limit_lines(started)
+
+
+def _limit_lines(started: Started) -> Iterator[Text]:
     if started.kv_at_limit is not None:
         limit = started.kv_at_limit
         yield _line("", f"at the limit, {limit.tokens} tokens: {_bytes(limit.total_bytes)} predicted")
