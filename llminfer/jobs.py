@@ -8,13 +8,13 @@ content), and optionally `id`, `system`, `max_new_tokens`, `stop` and the sampli
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llminfer.errors import InvalidParams, LlminferError, UsageError
+from llminfer.foreign import parse_json
 from llminfer.params import SAMPLER_FIELDS, SAMPLING_RANGES, StopCriteria, check_range
 
 _OWN_FIELDS = ("id", "prompt", "messages", "system", "max_new_tokens", "stop")
@@ -80,10 +80,10 @@ def _read_line(line: bytes, number: int, defaults: StopCriteria, *, is_json: boo
         text = line.decode("utf-8")
         if not is_json:
             return Job(line=number, id=str(number), digest=digest, prompt=text, stop=defaults)
-        return _read_object(json.loads(text), number, digest, defaults)
+        return _read_object(parse_json(text), number, digest, defaults)
     except LlminferError as error:
         return BadLine(line=number, digest=digest, error=error)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
         return BadLine(line=number, digest=digest, error=UsageError(f"line {number} is {reason}"))
 

@@ -15,13 +15,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "llminfer"
 # what each place may import; its own folder is always allowed
 FLOORS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "foreign": ("errors",),
     "units": ("errors",),
     "params": ("errors", "units"),
-    "jobs": ("errors", "units", "params"),
+    "jobs": ("errors", "units", "params", "foreign"),
     "hub": ("errors",),
-    "kv": ("errors", "units", "hub"),
+    "kv": ("errors", "units", "hub", "foreign"),
     "events": ("errors", "units", "params", "kv"),
-    "engine": ("errors", "units", "hub", "params", "jobs", "kv", "events"),
+    "engine": ("errors", "units", "hub", "foreign", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
     "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
     "cli": ("api", "errors", "units", "hub", "params", "jobs", "kv", "events", "engine", "render", "__init__"),
