@@ -34,7 +34,7 @@ def read_gguf_model(path: Path) -> ModelKV:
 def model_from_header(header: GgufHeader) -> ModelKV:
     """The layers of a header that was read already; errors as in `read_gguf_model`."""
     if not header.architecture:
-        what = f"{header.path} is part {header.metadata['split.no']} of a model, counted from 0"
+        what = f"{header.path} is a later part of a model (split.no {header.metadata['split.no']})"
         raise ModelNotAvailable(what, hint="give its first part, whose name ends in -00001-of-...")
     rule = ARCHITECTURES.get(header.architecture)
     if rule is None:
