@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MOST_CHARACTERS = 4000  # of a message, and of a hint
+
 
 class LlminferError(Exception):
     """Base of all errors: a message, an optional hint, and the exit code of its kind."""
@@ -27,9 +29,14 @@ class LlminferError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _clipped(message)
+        self.hint = None if hint is None else _clipped(hint)
+        super().__init__(self.message)
+
+
+def _clipped(text: str) -> str:
+    """What an error quotes may be of any length; a page of it is enough."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
 
 
 class UsageError(LlminferError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import LlminferError, UsageError
+from llminfer.foreign import parse_json
 from llminfer.params import SAMPLER_FIELDS, SamplingParams, StopCriteria
 from llminfer.text import to_utf8
 
@@ -81,21 +82,21 @@ def _read_line(line: bytes, number: int, defaults: StopCriteria, *, is_json: boo
         text = line.decode("utf-8")
         if not is_json:
             return Job(line=number, id=str(number), digest=digest, prompt=text, stop=defaults)
-        fields = json.loads(text)
+        fields = parse_json(text)
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half an emoji can be escaped, and is no text
         return _read_object(fields, number, digest, defaults)
     except LlminferError as error:
         return BadLine(line=number, digest=digest, error=error)
-    except (ValueError, RecursionError) as error:
-        reason = next((reason for kind, reason in _UNREADABLE.items() if isinstance(error, kind)), "not JSON")
-        return BadLine(line=number, digest=digest, error=UsageError(f"the line is {reason}"))
+    except ValueError as error:
+        reason = next((reason for kind, reason in _UNREADABLE.items() if isinstance(error, kind)), None)
+        what = f"the line is {reason}" if reason else f"the line cannot be read: {error}"
+        return BadLine(line=number, digest=digest, error=UsageError(what))
 
 
 _UNREADABLE = {
     UnicodeDecodeError: "not UTF-8",
     UnicodeEncodeError: "not Unicode: it escapes half a character",
     json.JSONDecodeError: "not JSON",
-    ValueError: "not to be read: it has a number of thousands of digits",
 }
 
 

@@ -16,14 +16,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "llminfer"
 FLOORS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "atomic": (),
+    "foreign": ("errors",),
     "text": ("errors",),
     "units": ("errors",),
     "params": ("errors", "units"),
-    "jobs": ("errors", "text", "units", "params"),
+    "jobs": ("errors", "foreign", "text", "units", "params"),
     "hub": ("errors",),
-    "kv": ("errors", "units", "hub"),
+    "kv": ("errors", "units", "hub", "foreign"),
     "events": ("errors", "units", "params", "kv"),
-    "engine": ("atomic", "errors", "units", "hub", "params", "jobs", "kv", "events"),
+    "engine": ("atomic", "errors", "foreign", "units", "hub", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
     "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
     "cli": (

@@ -238,11 +238,13 @@ def _sources(models: list[str], bare: Mapping[str, int | None]) -> list[Source |
 
 def _bare_model(bare: Mapping[str, int | None], dtype: str | None) -> ModelKV:
     """Plain attention layers of the stated sizes."""
+    from llminfer.kv.config import MOST, MOST_LAYERS
     from llminfer.kv.layer import Field, LayerKV, ModelKV, PerToken
 
     for flag, value in bare.items():
-        if value is None or value < 1:
-            raise InvalidParams(f"{flag} is {value}, not 1 or more")
+        most = MOST_LAYERS if flag == "--layers" else MOST
+        if value is None or not 1 <= value <= most:
+            raise InvalidParams(f"{flag} is {value}, not from 1 to {most}")
     layers, heads, dim = (value or 0 for value in bare.values())
     if dtype is None:
         say("note: no --dtype: counted as bfloat16, 2 bytes an element")
@@ -335,7 +337,8 @@ def _memory(question: Question, model: ModelKV, source: Source | None, ranks: in
 
         if ranks > 1:
             raise UsageError("--weights auto counts all weights, --memory is one rank's", hint="give a rank's share")
-        weights = weights_bytes(source.path if source else None, name=model.name)
+        path, config = (source.path, source.config) if source else (None, None)
+        weights = weights_bytes(path, name=model.name, config=config)
     else:
         weights = _parse("--weights", question.weights, parse_bytes)
     return Memory(total_bytes=question.memory_bytes, weights_bytes=weights, reserve_bytes=question.reserve_bytes)

@@ -49,7 +49,7 @@ def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_c
     """
     source = str(folder)
     check_model_type(config, source, trust_remote_code=trust_remote_code)
-    with foreign_errors(folder, "cannot load the config"):
+    with foreign_errors(folder, "cannot load the config", stated=config):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     check_direction(loaded, source)
     with foreign_errors(folder, "cannot load the model's code"):

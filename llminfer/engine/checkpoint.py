@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llminfer.errors import ModelNotAvailable
-from llminfer.kv.config import load_config
+from llminfer.foreign import INCOMPLETE, beginning_of, name_other_kind, read_json_object
+from llminfer.kv.attention import LAYERS
+from llminfer.kv.config import MOST_LAYERS, load_config, text_config
+from llminfer.kv.weights import (
+    PICKLES,
+    first_file,
+    read_safetensors_header,
+    safetensors_names,
+    shards_of,
+)
 
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -25,7 +31,8 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _TOKENIZER_SUFFIXES = (".tiktoken", ".model")
-_INCOMPLETE = "is the download incomplete?"
+_TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_LAYER_COUNT = re.compile(r"(\w+_)?(layers?|blocks?|depth)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +64,8 @@ def inspect_checkpoint(
     check_docstrings()
     config = load_config(folder)
     try:
-        pickled, weights_bytes = _check_weights(folder, config, allow_pickle=allow_pickle)
+        pickled, weights_bytes, tensors = _check_weights(folder, config, allow_pickle=allow_pickle)
+        _check_counts(config, folder, tensors)
         tokenizer_folder = _tokenizer_folder(folder, tokenizer)
         _check_generation_config(folder / "generation_config.json")
     except (ModelNotAvailable, OSError) as error:
@@ -90,26 +98,32 @@ def check_docstrings() -> None:
 
 def _tokenizer_folder(folder: Path, tokenizer: Path | None) -> Path:
     place = tokenizer or folder
-    names = {file.name for file in place.iterdir()} if place.is_dir() else set()
-    if not any(name in _TOKENIZER_FILES or name.endswith(_TOKENIZER_SUFFIXES) for name in names):
+    files = sorted(place.iterdir()) if place.is_dir() else []
+    found = [file for file in files if file.name in _TOKENIZER_FILES or file.name.endswith(_TOKENIZER_SUFFIXES)]
+    if not found:
         raise ModelNotAvailable(
             f"no tokenizer in {place} (looked for {', '.join(_TOKENIZER_FILES)})", hint="give --tokenizer FOLDER"
         )
+    whole = [file for file in found if file.name == "tokenizer.json"]  # where there is one, no other is read
+    for file in (*(whole or found), *(file for file in files if file.name in _TOKENIZER_CONFIGS)):
+        name_other_kind(file, beginning_of(file))
     return place
 
 
 def _check_generation_config(file: Path) -> None:
     # transformers passes over one that it cannot read, and with it over the EOS ids
     if file.exists():
-        _json_object(file)
+        read_json_object(file)
 
 
-def _check_weights(folder: Path, config: Mapping[str, Any], *, allow_pickle: bool) -> tuple[bool, int]:
-    """Whether the weights are pickled, and the bytes of all weight files."""
-    safetensors = _first_file(folder, _safetensors_names(config))
+def _check_weights(folder: Path, config: Mapping[str, Any], *, allow_pickle: bool) -> tuple[bool, int, int | None]:
+    """Whether the weights are pickled, the bytes of all weight files, and how many tensors they hold."""
+    safetensors = first_file(folder, safetensors_names(config))
     if safetensors is not None:
-        return False, _check_shards(safetensors) if safetensors.suffix == ".json" else _check_file(safetensors)
-    pickle = _first_file(folder, _PICKLES)
+        shards = shards_of(safetensors) if safetensors.suffix == ".json" else {safetensors: set[str]()}
+        tensors = sum(_check_shard(shard, names, safetensors) for shard, names in shards.items())
+        return False, sum(shard.stat().st_size for shard in shards), tensors
+    pickle = first_file(folder, PICKLES)
     if pickle is None:
         raise ModelNotAvailable(
             f"no weights in {folder}",
@@ -120,84 +134,28 @@ def _check_weights(folder: Path, config: Mapping[str, Any], *, allow_pickle: boo
             f"{folder} has pickled weights only ({pickle.name})",
             hint="convert them to safetensors, or --allow-pickle reads them with torch's restricted unpickler",
         )
-    shards = _shards(pickle) if pickle.suffix == ".json" else {pickle: set()}
-    return True, sum(file.stat().st_size for file in shards)
+    pickles = shards_of(pickle) if pickle.suffix == ".json" else {pickle: set[str]()}
+    return True, sum(file.stat().st_size for file in pickles), None
 
 
-def _safetensors_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where transformers looks for the weights, in its order: what we check must be what it loads."""
-    stated = config.get("transformers_weights")
-    return _SAFETENSORS if stated is None else (str(stated),)
+def _check_shard(shard: Path, names: set[str], index: Path) -> int:
+    """How many tensors a file holds, after a look at its header and at those that the index places there."""
+    held = read_safetensors_header(shard).names
+    if absent := sorted(names - held):
+        raise ModelNotAvailable(f"{shard} lacks the tensor {absent[0]}, which {index.name} places there")
+    return len(held)
 
 
-def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
-    # names come from files of others: they must not lead out of the folder
-    files = (folder / name for name in names)
-    return next((file for file in files if file.parent == folder and file.is_file()), None)
-
-
-def _check_file(file: Path) -> int:
-    _tensor_names(file)
-    return file.stat().st_size
-
-
-def _check_shards(index: Path) -> int:
-    """Every shard against its header and the index; the bytes of all of them."""
-    weights_bytes = 0
-    for shard, names in _shards(index).items():
-        absent = sorted(names - _tensor_names(shard))
-        if absent:
-            raise ModelNotAvailable(f"{shard} lacks the tensor {absent[0]}, which {index.name} places there")
-        weights_bytes += shard.stat().st_size
-    return weights_bytes
-
-
-def _shards(index: Path) -> dict[Path, set[str]]:
-    """The files that an index names, each with its tensors, in the order of their names."""
-    weight_map = _json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelNotAvailable(f"{index} has no weight_map", hint=_INCOMPLETE)
-    tensors: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items():
-        tensors.setdefault(str(name), set()).add(tensor)
-    shards = {}
-    for name in sorted(tensors):
-        shard = _first_file(index.parent, [name])
-        if shard is None:
-            raise ModelNotAvailable(f"{index.name} names {name}, which is not in {index.parent}", hint=_INCOMPLETE)
-        shards[shard] = tensors[name]
-    return shards
-
-
-def _tensor_names(file: Path) -> set[str]:
-    """Names in a safetensors header, whose offsets must end where the file ends.
-
-    Source: the safetensors format: 8 bytes of little-endian header length, a JSON header, the data.
-    """
-    size_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size_bytes < 8 or header_bytes > size_bytes - 8:
-            raise ModelNotAvailable(f"{file} ends inside its header ({size_bytes} bytes)", hint=_INCOMPLETE)
-        try:
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError("longer than any header")
-            header = json.loads(stream.read(header_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            expected_bytes = 8 + header_bytes + data_bytes
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
-            raise ModelNotAvailable(f"{file} has no readable safetensors header", hint=_INCOMPLETE) from None
-    if size_bytes != expected_bytes:
-        raise ModelNotAvailable(f"{file} has {size_bytes} bytes, its header says {expected_bytes}", hint=_INCOMPLETE)
-    return set(entries)
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelNotAvailable(f"cannot read {file}: {error}", hint=_INCOMPLETE) from None
-    if not isinstance(content, dict):
-        raise ModelNotAvailable(f"{file} is not a JSON object", hint=_INCOMPLETE)
-    return content
+def _check_counts(config: Mapping[str, Any], source: Path, tensors: int | None) -> None:
+    """Refuse a config that claims more layers than there can be: the classes would build them one by one."""
+    most = MOST_LAYERS if tensors is None else max(tensors, 1)
+    for name in LAYERS:
+        value = text_config(config).get(name)
+        if type(value) is int and value > most:
+            what = f"{name} is {value}, and the weights are {tensors} tensors" if tensors else f"{name} is {value}"
+            raise ModelNotAvailable(f"{source / 'config.json'}: {what}", hint=INCOMPLETE)
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, source, None)
+        elif type(value) is int and value > MOST_LAYERS and _LAYER_COUNT.fullmatch(name):
+            raise ModelNotAvailable(f"{source / 'config.json'}: {name} is {value}, more than any model has")

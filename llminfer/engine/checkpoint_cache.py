@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 
 from llminfer.atomic import replacing
 from llminfer.errors import LlminferError
+from llminfer.foreign import parse_json
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, what is done and what there is in all (0 when unknown)."""
@@ -96,7 +97,7 @@ def cached_checkpoint(path: Path, *, generation_defaults: Mapping[str, object] |
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a whole checkpoint; None for a folder that is missing, foreign or damaged."""
     try:
-        fields = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        fields = parse_json((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
         manifest = Manifest(**{**fields, "warnings": tuple(fields["warnings"])})
         sizes = {name: (folder / name).stat().st_size for name in manifest.file_bytes}
     except (OSError, ValueError, TypeError, KeyError):
@@ -134,7 +135,7 @@ def file_digest(path: Path, *, progress: Progress | None = None) -> str:
 def indexed_digest(path: Path) -> str | None:
     """The digest that the index holds for exactly this path, size and times, if any."""
     try:
-        entry = json.loads(_index_entry(path).read_text(encoding="utf-8"))
+        entry = parse_json(_index_entry(path).read_text(encoding="utf-8"))
         digest = entry.pop("digest")
         return digest if isinstance(digest, str) and entry == _fingerprint(path) else None
     except (OSError, ValueError, KeyError, AttributeError):
@@ -271,7 +272,7 @@ def _remove_older(folder: Path, digest: str) -> None:
 def _is_older(path: Path, digest: str) -> bool:
     """Whether a manifest is of a conversion of the same file by versions none of which is newer than ours."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
         if manifest["digest"] != digest:
             return False
         stated, ours = manifest["versions"], shaping_versions()

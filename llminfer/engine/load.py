@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+from transformers.utils import is_peft_available
 from transformers.utils import logging as transformers_logging
 
 from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
@@ -27,13 +28,15 @@ from llminfer.engine.forward import Way
 from llminfer.engine.packing import held_parts
 from llminfer.engine.speculate import check_speculation, check_vocabularies
 from llminfer.engine.wide_matmul import widen_slow_products
-from llminfer.errors import ModelNotAvailable, OutOfMemory, UnsupportedArchitecture
+from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
 from llminfer.params import CacheOptions, Execution, Speculation
 
 # a config states its own dtype under this name; older files under the second
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
+# what says in a config that weights are packed, and by what
+_QUANTIZERS = ("quant_method", "load_in_4bit", "load_in_8bit")
 _OTHER_CLASS = "is the download incomplete, or the checkpoint one of another class?"
 
 
@@ -122,7 +125,7 @@ def load(
     checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
     wanted_dtype = dtype if execution.weights_format is None else "float32"  # in which packed weights compute
     chosen_dtype, dtype_note = choose_dtype(wanted_dtype, chosen_device, checkpoint_dtype)
-    kv, kv_unpredicted = _predict(config, str(checkpoint.folder))
+    kv, unpredicted = _predict(config, str(checkpoint.folder))
     _check_quantization(config, str(checkpoint.folder))
     check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
     if cache is not None:
@@ -134,7 +137,7 @@ def load(
     if draft is not None:
         source = name or checkpoint.folder.name
         check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=source)
-    with _loading("weights", checkpoint.folder):
+    with _loading("weights", checkpoint.folder, stated=checkpoint.config, doubt=unpredicted):
         read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
         model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
         prepared = prepare_execution(model, execution, name or checkpoint.folder.name)
@@ -147,7 +150,7 @@ def load(
         device=chosen_device,
         dtype=chosen_dtype,
         kv=kv,
-        kv_unpredicted=kv_unpredicted,
+        kv_unpredicted=unpredicted.message if unpredicted else None,
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
@@ -158,6 +161,7 @@ def load(
             *product_notes,
             *eos_notes,
             *_conversion_warnings(checkpoint.folder),
+            *_adapter_notes(checkpoint.folder),
         ),
         load_s=time.perf_counter() - start_s,
         folder=checkpoint.folder,
@@ -206,10 +210,13 @@ def context_limit(config: Any) -> int | None:
 def _check_quantization(config: Any, source: str) -> None:
     """Refuse a quantization that transformers would pass over, reading packed weights as plain ones."""
     stated = getattr(config, "quantization_config", None)
-    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not isinstance(stated, Mapping) or not any(stated.get(name) for name in _QUANTIZERS):
+        return
+    with foreign_errors(Path(source), "its quantization_config cannot be read"):
+        known = AutoHfQuantizer.supports_quant_method(stated)
+    if not known:
         raise UnsupportedArchitecture(
-            f"{source}: quantized by {method!r}, which the installed transformers does not know",
+            f"{source}: quantized by {stated['quant_method']!r}, which the installed transformers does not know",
             hint=f"known: {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
         )
 
@@ -250,16 +257,24 @@ def _load_weights(
     return model.to(device).eval(), notes
 
 
-def _predict(config: Any, source: str) -> tuple[ModelKV | None, str | None]:
+def _predict(config: Any, source: str) -> tuple[ModelKV | None, UnsupportedArchitecture | None]:
     try:
         return read_model(config.to_dict(), source=source), None
     except UnsupportedArchitecture as error:
-        return None, error.message
+        return None, error
 
 
 def _conversion_warnings(folder: Path) -> tuple[str, ...]:
     manifest = read_manifest(folder)
     return manifest.warnings if manifest is not None else ()
+
+
+def _adapter_notes(folder: Path) -> tuple[str, ...]:
+    """An adapter beside the model, which transformers applies only where peft is installed."""
+    found = next(iter(sorted(folder.glob("adapter_model.*"))), None)
+    if found is None or not (folder / "adapter_config.json").is_file() or is_peft_available():
+        return ()
+    return (f"the adapter {found.name} beside the model is not applied: merge it with peft",)
 
 
 def _stated_generation_defaults(model: Any) -> dict[str, Any]:
@@ -268,9 +283,15 @@ def _stated_generation_defaults(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _loading(what: str, folder: Path) -> Iterator[None]:
-    """What the libraries raise becomes one line that names the folder; no room becomes our own error."""
-    with foreign_errors(folder, f"cannot load the {what}"):
+def _loading(
+    what: str, folder: Path, *, stated: Mapping[str, Any] | None = None, doubt: LlminferError | None = None
+) -> Iterator[None]:
+    """What the libraries raise becomes one line that names the folder; no room becomes our own error.
+
+    `doubt` is what our own reading of the config stumbled over; where that is a field, it may be the reason.
+    """
+    reason = f": {doubt.message.removeprefix(f'{folder}: ')}" if isinstance(doubt, UnknownConfigField) else ""
+    with foreign_errors(folder, f"cannot load the {what}{reason}", stated=stated):
         try:
             yield
         except Exception as error:

@@ -44,6 +44,7 @@ from llminfer.engine.growing_cache import GrowingLayer, GrowingSlidingLayer
 from llminfer.engine.load import LoadedModel
 from llminfer.engine.window_cache import WindowLayer
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
+from llminfer.foreign import parse_json
 from llminfer.params import CacheOptions
 
 FORMAT = "llminfer prompt cache"
@@ -88,7 +89,7 @@ def load_prompt_cache(
             return None
         cache = make_cache(options, loaded.model, max_tokens)
         tensors = _saved_layers(saved, len(cache.layers))
-        if json.loads(metadata["layers"]) != [type(layer).__name__ for layer in cache.layers]:
+        if parse_json(metadata["layers"]) != [type(layer).__name__ for layer in cache.layers]:
             raise PromptCacheMismatch(f"{file} is damaged: its layers are not of this model's kinds", hint=_NEW_FILE)
         _check_sizes(file, tensors, len(ids), loaded, options)
         for layer, parts in zip(cache.layers, tensors, strict=True):

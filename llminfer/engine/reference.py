@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from llminfer.errors import ModelNotAvailable, UsageError
+from llminfer.foreign import beginning_of, name_other_kind
 from llminfer.hub import looks_like_path
 
 
@@ -34,8 +35,14 @@ def find_reference(name: str, *, revision: str | None = None) -> ModelReference:
     # unlike Path's methods these answer for names that are too long, or in a folder that we may not read
     if os.path.isdir(place):
         return ModelReference(kind="folder", name=name, path=Path(place))
-    if os.path.isfile(place) and place.lower().endswith(".gguf"):
-        return ModelReference(kind="gguf", name=name, path=Path(place))
+    if os.path.isfile(place):
+        beginning = beginning_of(Path(place))
+        if place.lower().endswith(".gguf") or beginning.startswith(b"GGUF"):
+            return ModelReference(kind="gguf", name=name, path=Path(place))
+        if os.path.isfile(os.path.join(os.path.dirname(place), "config.json")):
+            folder = os.path.dirname(name) or "."
+            raise ModelNotAvailable(f"{name} is a file of a model, not the model", hint=f"give its folder, {folder}")
+        name_other_kind(name, beginning)
     if os.path.lexists(place):
         raise ModelNotAvailable(f"{name} is not a model", hint="give a folder with a config.json, or a .gguf file")
     if looks_like_path(name):

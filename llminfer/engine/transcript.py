@@ -9,6 +9,7 @@ from typing import Any
 
 from llminfer.atomic import replacing
 from llminfer.errors import LlminferError, UsageError
+from llminfer.foreign import MOST_JSON_BYTES, parse_json
 
 SCHEMA_VERSION = 1
 ROLES = ("system", "user", "assistant")
@@ -52,10 +53,11 @@ def read_transcript(file: Path) -> Transcript:
         UsageError: for a file that cannot be read or holds no conversation.
     """
     try:
-        document = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            document = parse_json(stream.read(MOST_JSON_BYTES + 1))
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{file} is not a JSON document: {error}") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:

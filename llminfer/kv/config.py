@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llminfer.errors import ModelNotAvailable, UnknownConfigField
+from llminfer.errors import UnknownConfigField
+from llminfer.foreign import read_json_object, refuse_folder, refuse_object
 from llminfer.kv.layer import Field
 
 # a multimodal config keeps the language model's sizes under one of these; sizes beside them belong to something else
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder_config")
 _MISSING = object()
+# far above any real model: every layer becomes a record, and a size is one of some file or memory
+MOST_LAYERS = 10_000
+MOST = 2**63 - 1
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -23,24 +26,10 @@ def load_config(path: Path) -> dict[str, Any]:
         ModelNotAvailable: when there is no such file, or it holds no JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        hint = "a model folder has a config.json" if path.is_dir() else None
-        raise ModelNotAvailable(f"no such file: {file}", hint=hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelNotAvailable(f"cannot read {file}: {error}") from error
-    return parse_config(text, source=str(file))
-
-
-def parse_config(text: str, *, source: str) -> dict[str, Any]:
-    """The JSON object in `text`; `source` names it in errors."""
-    try:
-        config = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ModelNotAvailable(f"{source} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelNotAvailable(f"{source} is not a JSON object")
+    if file != path and not file.exists():
+        refuse_folder(path)
+    config = read_json_object(file)
+    refuse_object(config, file)
     return config
 
 
@@ -103,6 +92,8 @@ class ConfigView:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             what = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not {what}")
+        if value > MOST:
+            raise UnknownConfigField(f"{self.source}: {names[0]} is {value}, more than any model has")
         return value
 
     def size(self, *names: str) -> int:
@@ -119,7 +110,7 @@ class ConfigView:
         value = self.get(*names)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        if not isinstance(value, list) or not all(isinstance(item, int) and abs(item) <= MOST for item in value):
             raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not a list of integers")
         return value
 

@@ -17,7 +17,7 @@ from typing import Any
 from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv import attention, peculiar, recurrent
 from llminfer.kv.attention import LAYERS
-from llminfer.kv.config import ConfigView, text_part
+from llminfer.kv.config import MOST_LAYERS, ConfigView, text_part
 from llminfer.kv.defaults import defaults_origin, type_defaults
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.kinds import (
@@ -36,7 +36,7 @@ from llminfer.kv.kinds import (
     layer_kinds,
 )
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
-from llminfer.kv.peculiar import MOST_LAYERS, Layers
+from llminfer.kv.peculiar import Layers
 
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 Tensors = Callable[[ConfigView], tuple[PerToken, ...]]

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from llminfer.errors import ModelNotAvailable
+from llminfer.foreign import name_other_kind
 
 SUPPORTED_VERSIONS = (2, 3)
 
@@ -159,7 +160,7 @@ def read_gguf_header(path: str | os.PathLike[str], *, with_arrays: Container[str
             raise ModelNotAvailable(f"{_printable(path)} is not a file")
         file_bytes = path.stat().st_size
         if file_bytes == 0:
-            raise ModelNotAvailable(f"{_printable(path)} is empty", hint="download it again")
+            name_other_kind(_printable(path), b"")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             # the file may have shrunk since the stat; what is mapped is what counts
             return _read(_Cursor(path, data, len(data)), with_arrays)
@@ -265,8 +266,9 @@ def _read(cursor: _Cursor, with_arrays: Container[str]) -> GgufHeader:
             cursor.fail(f"the key {_short(key)} occurs twice", at=start)
         metadata[key] = _read_value(cursor, key, key in with_arrays)
 
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
+    # only the first part of a split model says what it is
+    architecture = metadata.get("general.architecture", "" if metadata.get("split.no") else None)
+    if not isinstance(architecture, str) or not (architecture or "split.no" in metadata):
         cursor.fail("the metadata names no general.architecture")
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -293,6 +295,7 @@ def _read(cursor: _Cursor, with_arrays: Container[str]) -> GgufHeader:
 def _read_magic(cursor: _Cursor) -> int:
     magic = cursor.data[:4]
     if magic != b"GGUF":
+        name_other_kind(_printable(cursor.path), cursor.data[:512])
         cursor.fail(f"not a GGUF file: it starts with {magic!r}", at=0)
     cursor.position = 4
     version = cursor.u32("the version")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
+from llminfer.errors import ModelNotAvailable, UnknownConfigField, UnsupportedArchitecture
+from llminfer.kv.config import MOST, MOST_LAYERS
 from llminfer.kv.gguf import GgufHeader, read_gguf_header
 from llminfer.kv.layer import Field, LayerKV, ModelKV, PerToken, State
 
@@ -32,6 +33,9 @@ def read_gguf_model(path: Path) -> ModelKV:
 
 def model_from_header(header: GgufHeader) -> ModelKV:
     """The layers of a header that was read already; errors as in `read_gguf_model`."""
+    if not header.architecture:
+        what = f"{header.path} is a later part of a model (split.no {header.metadata['split.no']})"
+        raise ModelNotAvailable(what, hint="give its first part, whose name ends in -00001-of-...")
     rule = ARCHITECTURES.get(header.architecture)
     if rule is None:
         raise UnsupportedArchitecture(
@@ -40,14 +44,13 @@ def model_from_header(header: GgufHeader) -> ModelKV:
         )
     view = Metadata(architecture=header.architecture, values=header.metadata, source=str(header.path))
     layers = rule.layers(view)
-    limit = view.get("context_length")
     dtype = Field(name="dtype", value=CACHE_DTYPE, origin="llama.cpp's default cache type")
     return ModelKV(
         name=str(header.path),
         model_type=rule.model_type or header.architecture,
         layers=layers,
         dtype=CACHE_DTYPE,
-        context_limit=limit if isinstance(limit, int) else None,
+        context_limit=view.integer("context_length") if view.get("context_length") else None,
         fields=(*view.used.values(), dtype),
     )
 
@@ -69,8 +72,8 @@ class Metadata:
             self.used[name] = Field(name=name, value=value, origin="file")
         return value
 
-    def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
-        """A whole number of `least` or more.
+    def integer(self, key: str, *, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """A whole number from `least` to `most`.
 
         Raises:
             UnknownConfigField: when it is missing without a default, or is no such number.
@@ -80,24 +83,25 @@ class Metadata:
             value = default
         if value is None:
             raise UnknownConfigField(f"{self.source}: the metadata have no {self.architecture}.{key}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UnknownConfigField(f"{self.source}: {self.architecture}.{key} is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            what = f"not a whole number from {least}{f' to {most}' if most < MOST else ' on'}"
+            raise UnknownConfigField(f"{self.source}: {self.architecture}.{key} is {value!r}, {what}")
         return value
 
-    def per_layer(self, key: str, layers: int, *, default: int | None = None, least: int = 0) -> list[int]:
-        """A number per layer, from one number for all or an array.
+    def per_layer(self, key: str, layers: int, *, default: int | None = None) -> list[int]:
+        """A number per layer of the trunk, from one number for all or an array, in which some may be 0.
 
         Raises:
-            UnknownConfigField: when it is missing without a default, too short, or holds no such numbers.
+            UnknownConfigField: when it is missing without a default, of another length than the file has
+                blocks, or holds no such numbers.
         """
         value = self.get(key)
         if not isinstance(value, tuple):
-            single = default if value is None else value
-            value = (single,) * layers
-        numbers = [int(item) if isinstance(item, (bool, int)) else -1 for item in value[:layers]]
-        if len(numbers) < layers or any(number < least for number in numbers):
+            return [self.integer(key, default=default)] * layers
+        numbers = [int(item) if isinstance(item, (bool, int)) else -1 for item in value]
+        if len(numbers) != self.integer("block_count") or any(number < 0 for number in numbers):
             raise UnknownConfigField(f"{self.source}: {self.architecture}.{key} does not give {layers} layers a number")
-        return numbers
+        return numbers[:layers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +128,11 @@ def pattern_layers(pattern: int, *, window: int | None = None, kind: str = "slid
         stated = view.get("attention.sliding_window")
         if stated == 0 or (stated is None and window is None):
             return _attention(view, count, sliding=None)
-        own = view.get("attention.sliding_window_pattern")
-        if isinstance(own, tuple):
-            windowed = [bool(item) for item in own[:count]]
+        own = "attention.sliding_window_pattern"
+        if isinstance(view.get(own), tuple):
+            windowed = [bool(item) for item in view.per_layer(own, count)]
         else:
-            period = own if isinstance(own, int) and not isinstance(own, bool) else pattern
+            period = view.integer(own, default=pattern, least=0)
             windowed = [period == 0 or index % period < period - 1 for index in range(count)]
         size = window if window is not None else view.integer("attention.sliding_window")
         return _attention(view, count, sliding=windowed, window=size, kind=kind)
@@ -197,8 +201,8 @@ def short_conv_layers(view: Metadata) -> tuple[LayerKV, ...]:
 
 def _layer_count(view: Metadata) -> int:
     """Layers of the trunk: blocks that only predict further tokens are not part of its cache."""
-    extra = view.get("nextn_predict_layers")
-    return view.integer("block_count") - (extra if isinstance(extra, int) else 0)
+    blocks = view.integer("block_count", most=MOST_LAYERS)
+    return blocks - view.integer("nextn_predict_layers", default=0, least=0, most=blocks - 1)
 
 
 def _attention(
@@ -209,8 +213,7 @@ def _attention(
     if view.get("attention.head_count_kv") is not None:
         kv_heads = view.per_layer("attention.head_count_kv", count)
     key, value = _length(view, "key", heads), _length(view, "value", heads)
-    shared = view.get("attention.shared_kv_layers")
-    own = count - (shared if isinstance(shared, int) else 0)
+    own = count - view.integer("attention.shared_kv_layers", default=0, least=0, most=count - 1)
     rows = []
     for index in range(count):
         if index >= own:
@@ -236,8 +239,7 @@ def _length(view: Metadata, which: str, heads: list[int]) -> int:
 
 
 def _windowed_length(view: Metadata, which: str, full: int, narrow: bool) -> int:
-    stated = view.get(f"attention.{which}_length_swa") if narrow else None
-    return stated if isinstance(stated, int) else full
+    return view.integer(f"attention.{which}_length_swa", default=full) if narrow else full
 
 
 def _ssm_states(view: Metadata) -> tuple[State, ...]:

@@ -14,14 +14,12 @@ from typing import Any
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.kv import attention
 from llminfer.kv.attention import LAYERS
-from llminfer.kv.config import ConfigView
+from llminfer.kv.config import MOST_LAYERS, ConfigView
 from llminfer.kv.kinds import FULL, INDEXED
 from llminfer.kv.layer import LayerKV, PerToken
 
 Layers = tuple[LayerKV, ...]
 
-# a config may come from anywhere, and every layer becomes a record
-MOST_LAYERS = 10_000
 _EMPTY = LayerKV(kind="none")
 
 

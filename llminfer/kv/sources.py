@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import ModelNotAvailable
+from llminfer.foreign import MOST_JSON_BYTES, json_object, refuse_object
 from llminfer.hub import fetch_config, looks_like_path
-from llminfer.kv.config import load_config, parse_config
+from llminfer.kv.config import load_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -39,7 +40,12 @@ def find_source(argument: str) -> Source:
     if argument == "-":
         if sys.stdin is None:
             raise ModelNotAvailable("cannot read standard input: it is closed")
-        return Source(name="-", config=parse_config(sys.stdin.read(), source="standard input"))
+        try:
+            config = json_object(sys.stdin.read(MOST_JSON_BYTES + 1), source="standard input")
+        except UnicodeDecodeError as error:
+            raise ModelNotAvailable(f"standard input is not {error.encoding}") from None
+        refuse_object(config, "standard input")
+        return Source(name="-", config=config)
     path = Path(argument).expanduser()
     if _exists(path):
         if _is_gguf(path):
