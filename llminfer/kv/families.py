@@ -137,7 +137,7 @@ def _untyped(view: ConfigView) -> Family:
             hint=f"known: {', '.join(sorted(FAMILIES))}",
         )
     view.note("model_type", None, "not in the file: read as attention of the stated sizes")
-    return _LATENT if view.get("kv_lora_rank") is not None else _PLAIN
+    return _LATENT if view.get("kv_lora_rank") is not None else _EVEN
 
 
 def read_layers(view: ConfigView, family: Family) -> Layers:
@@ -228,13 +228,15 @@ _FOREIGN = re.compile(
     r"|cycles|lora_rank_|decoder_layers|cross_attention|compress|sparse|full_attn|attn_layer|no_rope|cca_|lru_|prompt"
 )
 _PLAIN = Family()
+_EVEN = Family(attention=attention.grouped_evenly)
 _MHA = Family(attention=attention.every_head)
-_MAMBA1 = Family(states=recurrent.mamba1)
+_MAMBA = Family(states=recurrent.mamba)
 _MAMBA2 = Family(states=recurrent.mamba2)
 _DELTA_NET = Family(states=recurrent.gated_delta_net)
 _LATENT = Family(attention=attention.latent, kind="latent")
 _LATENT_INDEXED = Family(attention=attention.latent_indexed, kind="latent")
 _SHORT_CONV = Family(states=recurrent.short_conv)
+_SOUND = "the self-attention of the decoder alone; generation with guidance caches twice as many sequences"
 _DECODER_HALF = Family(
     attention=attention.decoder_half,
     layers=DECODER_LAYERS,
@@ -258,22 +260,28 @@ FAMILIES: dict[str, Family] = {
     **_each(
         _PLAIN,
         """
-        afmoe apertus apertus1p5_text arcee aria_text beam bitnet bloom cohere cohere2 cohere2_moe
-        cohere_compass_text cwm dbrx diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe exaone exaone4
-        exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss granite granite_swa
-        granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-        internlm3 iquestcoder jais2 kolibri1 laguna llama llama4_text mellum minimax_m2 ministral ministral3
-        mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe
-        qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+        afmoe apertus apertus1p5_text beam cohere cohere2 cohere2_moe cohere_compass_text diffllama doge dots1
+        emu3_text_model ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe gpt_oss
+        granite granite_swa granitemoe granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3
+        kolibri1 laguna llama4_text mellum minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron
+        olmo olmo2 olmo3 phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss
+        smollm3 solar_open starcoder2
+        """,
+    ),
+    **_each(
+        _EVEN,
+        """
+        arcee aria_text bitnet bloom chameleon cwm exaone gemma2 helium hyperclovax internlm3 iquestcoder jais2
+        llama moshi muse_glimmer_text muse_spark_text olmoe persimmon qwen2_5_vl_text qwen2_vl_text stablelm
+        vaultgemma
         """,
     ),
     # language models that come inside image-text models only
     **_each(
         _PLAIN,
         """
-        chameleon ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
-        molmo2_text muse_glimmer_text muse_spark_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text
-        qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
+        ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
+        molmo2_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
         """,
     ),
     "mistral4": _LATENT,
@@ -281,7 +289,7 @@ FAMILIES: dict[str, Family] = {
         _MHA,
         """
         bert bert-generation big_bird biogpt camembert codegen ctrl data2vec-text electra ernie git gpt-sw3 gpt2
-        gpt_neo gpt_neox gpt_neox_japanese gptj megatron-bert mpt musicgen_decoder musicgen_melody_decoder opt
+        gpt_neo gpt_neox gpt_neox_japanese gptj megatron-bert mpt opt
         rembert roberta roberta-prelayernorm roc_bert roformer xglm xlm-roberta xlm-roberta-xl xmod
         """,
     ),
@@ -308,6 +316,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": _MAMBA2,
     "blt": Family(read=peculiar.blt),
     "cpmant": Family(attention=attention.cpmant),
+    "dbrx": Family(attention=attention.dbrx),
     "deepseek_v4": Family(
         attention=attention.shared_key_value,
         of_kind={
@@ -324,13 +333,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "falcon": Family(attention=attention.falcon),
     "falcon_h1": _MAMBA2,
-    "falcon_mamba": _MAMBA1,
-    "gemma3n_text": Family(finish=peculiar.without_shared),
+    "falcon_mamba": _MAMBA,
+    "gemma3_text": replace(_EVEN, prepare=peculiar.gemma3),
+    "gemma3n_text": replace(_EVEN, finish=peculiar.without_shared),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_bigcode": Family(attention=attention.multi_query),
     "granitemoehybrid": _MAMBA2,
-    "hrm_text": Family(prepare=peculiar.hrm),
+    "hrm_text": replace(_EVEN, prepare=peculiar.hrm_layers, finish=peculiar.hrm),
     "inkling2_loop_text": replace(_INKLING, finish=peculiar.inkling_loops),
     "inkling2_text": _INKLING,
     "inkling_text": _INKLING,
@@ -342,7 +352,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": _SHORT_CONV,
     "lfm3": _SHORT_CONV,
     "longcat_flash": replace(_LATENT, finish=peculiar.twice),
-    "mamba": _MAMBA1,
+    "mamba": _MAMBA,
     "mamba2": _MAMBA2,
     "mimo_v2_flash": Family(
         attention=attention.mimo_v2_flash,
@@ -355,7 +365,11 @@ FAMILIES: dict[str, Family] = {
         finish=peculiar.without_cross,
         notes=("without an image: each cross-attention layer caches an image's keys and values",),
     ),
-    "modernbert-decoder": Family(prepare=peculiar.modernbert_decoder),
+    "modernbert-decoder": replace(_EVEN, prepare=peculiar.modernbert_decoder),
+    "musicgen_decoder": replace(_MHA, notes=(_SOUND, "with a text, every layer also caches its keys and values")),
+    "musicgen_melody_decoder": replace(
+        _MHA, notes=(_SOUND, "text and melody come before the tokens and count as such")
+    ),
     "nemotron_h": Family(states=recurrent.mamba2, prepare=peculiar.nemotron_h),
     "olmo_hybrid": Family(states=recurrent.olmo_hybrid),
     "openai-gpt": Family(
@@ -372,6 +386,7 @@ FAMILIES: dict[str, Family] = {
         finish=peculiar.qwen4_positions,
     ),
     "recurrent_gemma": Family(
+        attention=attention.grouped_evenly,
         states=recurrent.recurrent_gemma,
         prepare=peculiar.recurrent_gemma,
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
@@ -385,6 +400,6 @@ FAMILIES: dict[str, Family] = {
     "xlnet": Family(attention=attention.xlnet),
     "xlstm": Family(states=recurrent.xlstm, layers=("num_hidden_layers", "num_blocks")),
     "zamba": Family(attention=attention.zamba, states=recurrent.zamba),
-    "zamba2": Family(attention=attention.zamba2, states=recurrent.mamba2),
+    "zamba2": Family(attention=attention.zamba, states=recurrent.mamba2),
     "zaya": Family(states=recurrent.zaya),
 }

@@ -18,6 +18,8 @@ class PerToken:
     - `extra_tokens`: entries beside those of the tokens (a learned prefix, a dummy token).
     - `after` n: none at all until there are more than n tokens (Reformer's hash buckets).
     - `windowed` False: the layer's window does not apply to this tensor.
+    - `chunks`: a prompt longer than the shortest of them is padded to a multiple of all; the padding
+      stays allocated until the next step.
 
     `dtype` is None where the tensor follows the cache's element type, else the type it is pinned to.
     `heads` is what the architecture needs; `transformers_heads` is what transformers caches where
@@ -35,6 +37,11 @@ class PerToken:
     extra_tokens: int = 0
     after: int = 0
     windowed: bool = True
+    chunks: tuple[int, ...] = ()
+
+    def padding(self, tokens: int) -> int:
+        """Entries that a prompt of so many tokens leaves allocated beyond them."""
+        return -tokens % math.lcm(*self.chunks) if self.chunks and tokens > min(self.chunks) else 0
 
     @property
     def elements(self) -> int:
@@ -62,7 +69,8 @@ class State:
     `shape` is per sequence, and its first dimension (channels or heads) is what tensor parallelism
     splits; `dtype` as in `PerToken`. `role` is `recurrent`, or `conv` for the last inputs of a
     causal convolution: `shape[-1]` columns, as many as transformers keeps. `needed_columns` is how
-    many the next step reads (the kernel's width − 1).
+    many the next step reads (the kernel's width − 1). `sliced_off` elements stay allocated beside
+    it after a step of transformers, where the state is a slice of a larger tensor.
     """
 
     name: str
@@ -70,6 +78,7 @@ class State:
     dtype: str | None = None
     role: str = "recurrent"
     needed_columns: int | None = None
+    sliced_off: int = 0
 
     @property
     def elements(self) -> int:
