@@ -259,7 +259,7 @@ def _model(source: Source) -> ModelKV:
 
         return read_gguf_model(source.gguf)
     from llminfer.errors import UnknownConfigField
-    from llminfer.kv.families import read_model
+    from llminfer.kv.families import read_model, why_no_rule
 
     config = source.config or {}
     name = "standard input" if source.name == "-" else source.name
@@ -268,7 +268,7 @@ def _model(source: Source) -> ModelKV:
     except UnknownConfigField:
         raise
     except UnsupportedArchitecture:
-        if not config.get("model_type"):
+        if not config.get("model_type") or why_no_rule(config):
             raise
         model = _dry_model(config, name)
         if model is None:

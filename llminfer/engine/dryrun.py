@@ -29,6 +29,7 @@ from transformers import (
 from llminfer.engine.cache import BOOKKEEPING, MODULE_STATES
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
+from llminfer.kv.context import scaled_context
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
@@ -298,8 +299,9 @@ def _dtype_name(config: Mapping[str, Any]) -> str:
 
 
 def _context_limit(config: Mapping[str, Any]) -> int | None:
-    limit = text_config(config).get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
+    part = text_config(config)
+    limit, rope = part.get("max_position_embeddings"), part.get("rope_scaling") or part.get("rope_parameters")
+    return scaled_context(limit, rope, model_type=str(part.get("model_type"))) if isinstance(limit, int) else None
 
 
 def decode_plainly(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:

@@ -14,6 +14,7 @@ from llminfer.kv.layer import PerToken
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "n_embed")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
 
@@ -41,7 +42,7 @@ def kv_heads(view: ConfigView, heads: int) -> int:
     Raises:
         UnknownConfigField: when the config names none and the class default does not go with its heads.
     """
-    count = view.integer("num_key_value_heads", "num_kv_heads", default=heads)
+    count = view.integer(*KV_HEADS, default=heads)
     if heads % count:
         raise UnknownConfigField(f"{view.source}: {heads} attention heads cannot share {count} key-value heads")
     return count

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
+from llminfer.errors import InvalidParams, UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv import attention, peculiar, recurrent
 from llminfer.kv.attention import LAYERS
 from llminfer.kv.config import ConfigView, text_part
+from llminfer.kv.context import scaled_context
 from llminfer.kv.defaults import defaults_origin, type_defaults
-from llminfer.kv.dtypes import element_type
+from llminfer.kv.direction import ENCODER_DECODERS, ENCODER_HINT, IS_ENCODER, IS_ENCODER_DECODER, is_encoder
+from llminfer.kv.dtypes import FLOAT_TYPES, element_type
 from llminfer.kv.kinds import (
     CHUNKED,
     COMPRESSED_HEAVILY,
@@ -109,19 +111,30 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
     model_type = view.model_type
     family = FAMILIES.get(model_type) if model_type else _untyped(view)
     if family is None:
+        reason = why_no_rule(config)
         raise UnsupportedArchitecture(
-            f"{source}: cannot predict the cache of model type {model_type!r}",
-            hint=f"known: {', '.join(sorted(FAMILIES))}",
+            f"{source}: {reason or f'cannot predict the cache of model type {model_type!r}'}",
+            hint=None if reason else "plain attention: give --layers, --kv-heads and --head-dim instead",
         )
+    if family.layers is not DECODER_LAYERS and is_encoder(model_type, view.get("is_decoder")):
+        raise UnknownConfigField(f"{source}: {model_type} {IS_ENCODER}", hint=ENCODER_HINT)
+    dtype, notes = _dtype(view)
     return ModelKV(
         name=name or source,
         model_type=model_type,
         layers=read_layers(view, family),
-        dtype=_dtype(view),
+        dtype=dtype,
+        stored_dtype=_stored_dtype(config),
         context_limit=_context_limit(view),
         fields=tuple(view.used.values()),
-        notes=family.notes + (() if view.get("dtype", "torch_dtype") else (_NO_DTYPE,)),
+        notes=family.notes + notes,
     )
+
+
+def why_no_rule(config: Mapping[str, Any]) -> str | None:
+    """Why a type outside the table cannot be sized in any other way either, None when it may be."""
+    model_type = str(config.get("model_type") or "")
+    return f"{model_type} {IS_ENCODER_DECODER}" if model_type in ENCODER_DECODERS else None
 
 
 def _untyped(view: ConfigView) -> Family:
@@ -134,10 +147,10 @@ def _untyped(view: ConfigView) -> Family:
     if foreign:
         raise UnsupportedArchitecture(
             f"{view.source}: no model_type in the config, and {', '.join(foreign)} could belong to several",
-            hint=f"known: {', '.join(sorted(FAMILIES))}",
+            hint="add its model_type",
         )
     view.note("model_type", None, "not in the file: read as attention of the stated sizes")
-    return _LATENT if view.get("kv_lora_rank") is not None else _EVEN
+    return _LATENT if view.get("kv_lora_rank") is not None else replace(_EVEN, prepare=peculiar.listed_heads)
 
 
 def read_layers(view: ConfigView, family: Family) -> Layers:
@@ -204,19 +217,57 @@ def _text_view(config: Mapping[str, Any], source: str) -> ConfigView:
     )
 
 
-def _dtype(view: ConfigView) -> str:
-    stated = view.get("dtype", "torch_dtype")
-    if stated is None:
+def _dtype(view: ConfigView) -> tuple[str, tuple[str, ...]]:
+    """The element type that the model computes in, and what has to be said about it."""
+    name = next((name for name in ("dtype", "torch_dtype") if view.get(name) is not None), None)
+    if name is None:
         view.note("dtype", "float32", "not in the file: what torch uses when nothing is stated")
-    return element_type(str(stated or "float32")).name
+        return "float32", (_NO_DTYPE,)
+    stated = view.get(name)
+    try:
+        found = element_type(str(stated)).name
+    except InvalidParams as error:
+        if str(stated).removeprefix("torch.") not in _WEIGHT_TYPES:
+            raise UnknownConfigField(
+                f"{view.source}: {name} is {stated!r}, not an element type", hint=f"known: {', '.join(FLOAT_TYPES)}"
+            ) from error
+        found = ""
+    if found in FLOAT_TYPES:
+        return found, ()
+    view.note(name, stated, "file; a type of weights, so the cache is counted as bfloat16")
+    return "bfloat16", (f"{name} is {stated}, in which no model computes: bfloat16 is assumed",)
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """The element type that a quantized checkpoint wants its cache to have, where the file says it."""
+    stated = config.get("quantization_config")
+    if not isinstance(stated, Mapping):
+        return None
+    parts = (stated, inner) if isinstance(inner := stated.get("quantization"), Mapping) else (stated,)
+    for part in parts:
+        scheme = part.get("kv_cache_scheme") or part.get("kv_cache_quant_algo")
+        if isinstance(scheme, Mapping):
+            bits, kind = scheme.get("num_bits"), scheme.get("type")
+            return "fp8" if (bits, kind) == (8, "float") else f"{kind}{bits}"
+        if isinstance(scheme, str):
+            return scheme.lower()
+    return None
 
 
 def _context_limit(view: ConfigView) -> int | None:
     limit = view.get("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
+        return None
+    rope = view.config.get("rope_scaling") or view.config.get("rope_parameters")
+    scaled = scaled_context(limit, rope, model_type=view.model_type)
+    if scaled != limit:
+        view.note("context", scaled, f"{limit}, scaled as the rotary positions are")
+    return scaled
 
 
 _NO_DTYPE = "the config states no dtype: float32 is assumed, and a checkpoint in 16 bit caches half of that"
+# what weights are stored in and our table has no row for
+_WEIGHT_TYPES = frozenset({"uint8", "int16", "int32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
 # composites that change their language model's config
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
     "gemma4_assistant": peculiar.assistant,

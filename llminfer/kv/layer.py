@@ -126,7 +126,8 @@ class ModelKV:
     """What a model caches, layer by layer, and the fields that say so.
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
-    for. `context_limit` is the longest sequence the model was made for, None when it states none.
+    for. `stored_dtype` is what a quantized checkpoint asks its cache to be, for runtimes that follow
+    it. `context_limit` is the longest sequence the model was made for, None when it states none.
     `method` is `formula` or `dry run`. `notes` are sentences that the answer has to carry.
     """
 
@@ -134,6 +135,7 @@ class ModelKV:
     model_type: str
     layers: tuple[LayerKV, ...]
     dtype: str
+    stored_dtype: str | None = None
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()
     method: str = "formula"

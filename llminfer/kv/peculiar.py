@@ -95,6 +95,20 @@ def reformer(view: ConfigView) -> Layers:
     return tuple(LayerKV(kind=str(kind), tensors=rules[str(kind)](view)) for kind in listed)
 
 
+def listed_heads(view: ConfigView) -> ConfigView:
+    """Heads listed layer by layer, in files whose model type nobody names: a shape for each layer."""
+    names = (*attention.HEADS, *attention.KV_HEADS)
+    listed = {name: value for name in names if isinstance(value := view.config.get(name), list)}
+    count = view.size(*LAYERS) if listed else 0
+    for name, value in listed.items():
+        if len(value) != count:
+            raise UnsupportedArchitecture(f"{view.source}: {name} lists {len(value)} of {count} layers")
+    if not listed:
+        return view
+    own = {str(index): {name: value[index] for name, value in listed.items()} for index in range(count)}
+    return view.at(0, {"per_layer_config": own})
+
+
 def dory(view: ConfigView) -> ConfigView:
     """Released files list attention and MLP as layers of their own, which doubles every count."""
     listed = view.get("layer_types")
