@@ -161,3 +161,48 @@ def test_changed_configs_of_every_type_hold_what_is_predicted(model_type: str) -
         compare(case)
 
     check()
+
+
+# what the changes above found, and reviews before them: a stated value stands, whatever the class would derive
+FOUND: list[tuple[str, dict[str, Any]]] = [
+    ("falcon_mamba", {"expand": 16, "intermediate_size": 64}),
+    ("mamba", {"expand": 3, "intermediate_size": 64}),
+    ("mamba", {"hidden_size": 96}),
+    ("modernbert-decoder", {"local_attention": 128, "sliding_window": 12}),
+    ("modernbert-decoder", {"local_attention": 14}),
+    ("hrm_text", {"num_layers_per_stack": 4, "num_hidden_layers": 32, "L_cycles": 1}),
+    ("hrm_text", {"num_layers_per_stack": 2, "num_hidden_layers": 33}),
+    ("hrm_text", {"num_hidden_layers": 3, "L_cycles": 1}),
+    ("gemma3_text", {"use_bidirectional_attention": True}),
+    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 13}),
+    ("zamba2", {"num_attention_heads": 2, "attention_head_dim": 16}),
+    ("zamba2", {"num_attention_heads": 2}),
+    ("bailing_hybrid", {"linear_num_heads": 6}),
+    ("stablelm", {"hidden_size": 16}),
+    ("dbrx", {"num_key_value_heads": 4}),
+    ("flex_olmo", {"num_attention_heads": 12, "num_key_value_heads": 6}),
+    ("bigbird_pegasus", {"decoder_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), FOUND)
+def test_a_stated_value_stands(model_type: str, changes: dict[str, Any]) -> None:
+    config = as_json({**tiny_fields(model_type), "model_type": model_type, **changes})
+    for tokens, batch, dtype in ((4, 1, "float32"), (17, 2, "bfloat16")):
+        case = Case(config=config, changed=(str(changes),), tokens=tokens, batch=batch, dtype=dtype)
+        assert compare(case), f"{model_type} does not run"
+
+
+def test_a_falcon_mamba_of_seven_billion() -> None:
+    config = {"model_type": "falcon_mamba", "num_hidden_layers": 64, "hidden_size": 4096, "intermediate_size": 8192}
+    model = read_model({**config, "expand": 16, "dtype": "bfloat16"}, source="7b")
+    # a convolution of 4 columns in 16 bit and a state of 16 in 32 bit, for each of 8192 channels
+    assert footprint(model, tokens=1).total_bytes == 64 * 8192 * (4 * 2 + 16 * 4)
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "deepseek_v4", "reformer", "rwkv", "cohere2"])
+@pytest.mark.parametrize("tokens", [3, 7, 8, 12, 16, 17, 33])
+def test_what_stays_allocated_is_predicted(model_type: str, tokens: int) -> None:
+    config = as_json(tiny_config(model_type).to_dict())
+    for batch, dtype in ((1, "float32"), (2, "float32" if model_type in FLOAT32_ONLY else "bfloat16")):
+        assert compare(Case(config=config, changed=(), tokens=tokens, batch=batch, dtype=dtype))
