@@ -265,7 +265,7 @@ def _model(source: Source) -> ModelKV:
 
         return read_gguf_model(source.gguf)
     from llminfer.errors import UnknownConfigField
-    from llminfer.kv.families import read_model
+    from llminfer.kv.families import read_model, why_no_rule
 
     config = source.config or {}
     name = "standard input" if source.name == "-" else source.name
@@ -274,7 +274,7 @@ def _model(source: Source) -> ModelKV:
     except UnknownConfigField:
         raise
     except UnsupportedArchitecture:
-        if not config.get("model_type"):
+        if not config.get("model_type") or why_no_rule(config):
             raise
         model = _dry_model(config, name)
         if model is None:
@@ -401,13 +401,23 @@ def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
 
     found = answer.footprint
     assert found is not None
+    asked: dict[str, Any] = {"tokens": answer.tokens, "steps": 2, "batch": answer.batch, "dtype": found.dtype}
     check_docstrings()
     with no_data():
         from llminfer.engine.dryrun import dry_run
 
-        moments = dry_run(dict(config), tokens=answer.tokens, steps=2, batch=answer.batch, dtype=found.dtype)
+        try:
+            moments = dry_run(dict(config), **asked)
+        except UnsupportedArchitecture:
+            moments = dry_run(dict(config), **asked, real=True)
+    if moments[0].real:
+        how = f"checked in a real run of {moments[0].tokens} tokens with zeros for weights"
+        say(f"note: {answer.model.name} does not run without values: {how}")
     rows: list[CheckRow] = []
+    starts = {tensor.after for layer in answer.model.layers for tensor in layer.tensors}
     for moment in moments:
+        if any(moments[0].tokens <= start < moment.tokens for start in starts):
+            break  # what begins with the answer has other sizes, as the model's notes say
         predicted = footprint(answer.model, tokens=moment.tokens, batch=answer.batch, dtype=found.dtype)
         # a storage that differs from the tensors is a peak, named by what came last: the prefill, or a step
         before, name = predicted, "storage after prefill"
@@ -418,10 +428,12 @@ def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
         rows.append(
             CheckRow(
                 tokens=moment.tokens,
-                predicted_bytes=predicted.layer_bytes,
+                # the cache may have more layers than the model, which hold nothing
+                predicted_bytes=predicted.layer_bytes + (0,) * (len(moment.layers) - len(predicted.layer_bytes)),
                 measured_bytes=tuple(layer.size_bytes for layer in moment.layers),
                 predicted_storage_bytes=storage,
                 measured_storage_bytes=moment.storage_bytes,
+                real=moment.real,
             )
         )
     return rows

@@ -12,17 +12,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from llminfer.engine.abilities import model_class
 from llminfer.engine.foreign_errors import foreign_errors
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
+from llminfer.kv.direction import ENCODER_DECODERS, ENCODER_HINT, IS_ENCODER, IS_ENCODER_DECODER, is_encoder
 
 NEEDS_CODE = "needs Python code that the checkpoint brings"
 TRUST_HINT = "--trust-remote-code runs that code: read it first"
-# causal models whose config inherits `is_decoder: false` from a shared base
-_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
 
 _DRAFTER = "is a drafter, which reads the cache of the model that it drafts for"
 # types of the mappings that cannot continue a text by themselves, for reasons their classes do not show
@@ -79,7 +77,7 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
         raise UnsupportedArchitecture(f"{source}: the config names no model_type")
     if model_type in NOT_ALONE:
         raise UnsupportedArchitecture(f"{source}: {model_type} {NOT_ALONE[model_type]}")
-    encoder_decoder = model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    encoder_decoder = model_type in ENCODER_DECODERS
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not encoder_decoder:
@@ -87,7 +85,7 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
     if config.get("auto_map"):
         raise ModelNotAvailable(f"{source}: {model_type} {NEEDS_CODE}", hint=TRUST_HINT)
     if encoder_decoder:
-        raise UnsupportedArchitecture(f"{source}: {model_type} is an encoder-decoder model")
+        raise UnsupportedArchitecture(f"{source}: {model_type} {IS_ENCODER_DECODER}")
     if model_type in CONFIG_MAPPING_NAMES:
         raise UnsupportedArchitecture(f"{source}: {model_type} is not a causal language model")
     raise UnsupportedArchitecture(
@@ -103,12 +101,9 @@ def check_direction(config: Any, source: str) -> None:
         UnsupportedArchitecture: for encoder-decoder and encoder-only models.
     """
     if config.is_encoder_decoder:
-        raise UnsupportedArchitecture(f"{source}: {config.model_type} is an encoder-decoder model")
-    if getattr(config, "is_decoder", True) is False and config.model_type not in _DECODERS_THAT_DENY_IT:
-        raise UnsupportedArchitecture(
-            f"{source}: {config.model_type} is an encoder, which does not continue a text",
-            hint="its config says is_decoder: false",
-        )
+        raise UnsupportedArchitecture(f"{source}: {config.model_type} {IS_ENCODER_DECODER}")
+    if is_encoder(config.model_type, getattr(config, "is_decoder", None)):
+        raise UnsupportedArchitecture(f"{source}: {config.model_type} {IS_ENCODER}", hint=ENCODER_HINT)
 
 
 def check_inputs(config: Any, source: str) -> None:

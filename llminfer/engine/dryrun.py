@@ -2,7 +2,8 @@
 
 `dry_run` builds the model of a config on the `meta` device, where tensors have shapes but no
 memory, decodes a few tokens the way `generate` does and reads every tensor of the cache. It takes
-seconds and no memory to speak of, whatever the model's size.
+seconds and no memory to speak of, whatever the model's size. A model whose code looks at values
+runs on the CPU instead, a few tokens through weights that are one zero each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import (
 from llminfer.engine.cache import BOOKKEEPING, MODULE_STATES
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
+from llminfer.kv.context import scaled_context
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
@@ -38,6 +40,8 @@ _PROBES = (3, 6000)
 _PROBE_DTYPE = "bfloat16"
 # MusicGen's decoder drops all but the last token of a prompt when it is given a cache
 _PLAIN_INPUTS = frozenset({"musicgen_decoder", "musicgen_melody_decoder"})
+# a run with values computes all that a model computes, so it gets no more tokens than this
+MOST_REAL_TOKENS = 64
 # the names under which a model's output carries what the next step needs
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
@@ -57,7 +61,7 @@ class LayerBytes:
     """One layer of a cache as measured.
 
     `storage_bytes` is what its tensors keep allocated: more than their own bytes where they are
-    views of something larger.
+    views of something larger, and counted for the first layer where several are views of one.
     """
 
     tensors: tuple[TensorBytes, ...] = ()
@@ -71,10 +75,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A cache after `tokens` tokens of every sequence went through the model."""
+    """A cache after `tokens` tokens of every sequence went through the model.
+
+    `real` says that its tensors had values, since the model does not run without.
+    """
 
     tokens: int
     layers: tuple[LayerBytes, ...]
+    real: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -88,29 +96,42 @@ class Measurement:
 
 
 def dry_run(
-    config: Mapping[str, Any], *, tokens: int, steps: int = 1, batch: int = 1, dtype: str | None = None
+    config: Mapping[str, Any],
+    *,
+    tokens: int,
+    steps: int = 1,
+    batch: int = 1,
+    dtype: str | None = None,
+    real: bool = False,
 ) -> tuple[Measurement, ...]:
     """The cache of this config's model after a prefill of `tokens` tokens, and after each of `steps` more.
 
+    With `real` the tensors have values, for models whose code looks at them: at most
+    `MOST_REAL_TOKENS` tokens go through weights of zero, on which no size depends.
+
     Raises:
         UnsupportedArchitecture: when transformers has no causal language model for the config, or
-            it cannot run without weights.
+            it cannot run so.
     """
     model_type = str(config.get("model_type") or "")
     try:
-        with warnings.catch_warnings(), torch.device("meta"), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            model = _without_looks(_build(AutoConfig.for_model(**config), dtype))
-            ids = torch.ones((batch * _rows(model), tokens), dtype=torch.long)
-            return tuple(
-                Measurement(tokens=seen, layers=measure_model(model, cache))
-                for seen, cache in decode(model, ids, steps=steps)
-            )
+            with torch.device("meta"):
+                model = _build(AutoConfig.for_model(**config), dtype)
+            model = _with_zeros(model) if real else _without_looks(model)
+            with torch.device("cpu" if real else "meta"):
+                fed = min(tokens, MOST_REAL_TOKENS) if real else tokens
+                ids = torch.ones((batch * _rows(model), fed), dtype=torch.long)
+                return tuple(
+                    Measurement(tokens=seen, layers=measure_model(model, cache), real=real)
+                    for seen, cache in decode(model, ids, steps=steps)
+                )
     except LlminferError:
         raise
     except Exception as error:  # whatever a model's own code raises on tensors without values
         raise UnsupportedArchitecture(
-            f"a dry run of model type {model_type!r} failed: {type(error).__name__}: {error}"
+            f"a {'real' if real else 'dry'} run of model type {model_type!r} failed: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -146,7 +167,7 @@ def measure_cache(cache: Any) -> tuple[LayerBytes, ...]:
     Works on transformers' cache classes, on tuples and lists with an entry per layer (XLNet's
     `mems`) and on RWKV's tensors with the layers in the last dimension.
     """
-    return tuple(_measure_layer(tensors) for tensors in _layer_tensors(cache))
+    return _measure(_layer_tensors(cache))
 
 
 def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
@@ -157,7 +178,7 @@ def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
         if kept:
             index = next(int(part) for part in name.split(".") if part.isdigit())
             layers[index] |= _named_tensors(kept)
-    return tuple(_measure_layer(tensors) for tensors in layers)
+    return _measure(layers)
 
 
 def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
@@ -208,6 +229,20 @@ def _without_looks(model: Any) -> Any:
             module.warn_if_padding_and_no_attention_mask = lambda *inputs: None
         if type(module).__name__.endswith("Experts"):
             module.forward = lambda hidden_states, *rest, **options: torch.zeros_like(hidden_states)
+    return model
+
+
+def _with_zeros(model: Any) -> Any:
+    """The model with values that take no memory: one zero under the shape of every weight."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                zeros = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+                tensors[name] = (
+                    torch.nn.Parameter(zeros, requires_grad=False) if tensors is module._parameters else zeros.clone()
+                )
     return model
 
 
@@ -264,8 +299,9 @@ def _dtype_name(config: Mapping[str, Any]) -> str:
 
 
 def _context_limit(config: Mapping[str, Any]) -> int | None:
-    limit = text_config(config).get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
+    part = text_config(config)
+    limit, rope = part.get("max_position_embeddings"), part.get("rope_scaling") or part.get("rope_parameters")
+    return scaled_context(limit, rope, model_type=str(part.get("model_type"))) if isinstance(limit, int) else None
 
 
 def decode_plainly(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
@@ -323,10 +359,12 @@ def _named_tensors(attributes: Mapping[Any, Any], prefix: str = "") -> dict[str,
     return found
 
 
-def _measure_layer(tensors: Mapping[str, torch.Tensor]) -> LayerBytes:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    return LayerBytes(
-        tensors=tuple(
+def _measure(layers: list[dict[str, torch.Tensor]]) -> tuple[LayerBytes, ...]:
+    counted: set[int] = set()  # what several layers are views of (RWKV's states) is allocated once
+    measured = []
+    for tensors in layers:
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors.values()}
+        rows = tuple(
             TensorBytes(
                 name=name,
                 shape=tuple(tensor.shape),
@@ -334,6 +372,8 @@ def _measure_layer(tensors: Mapping[str, torch.Tensor]) -> LayerBytes:
                 size_bytes=tensor.numel() * tensor.element_size(),
             )
             for name, tensor in tensors.items()
-        ),
-        storage_bytes=sum(storages.values()),
-    )
+        )
+        stored = sum(size for storage, size in storages.items() if storage not in counted)
+        counted |= storages.keys()
+        measured.append(LayerBytes(tensors=rows, storage_bytes=stored))
+    return tuple(measured)

@@ -29,6 +29,7 @@ from llminfer.engine.packing import held_parts
 from llminfer.engine.speculate import check_speculation, check_vocabularies
 from llminfer.engine.wide_matmul import widen_slow_products
 from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnknownConfigField, UnsupportedArchitecture
+from llminfer.kv.context import scaled_context
 from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
 from llminfer.params import CacheOptions, Execution, Speculation
@@ -203,7 +204,8 @@ def context_limit(config: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
         value = getattr(text_config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            rope = getattr(text_config, "rope_parameters", None)
+            return scaled_context(value, rope, model_type=text_config.model_type)
     return None
 
 

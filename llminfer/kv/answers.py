@@ -15,6 +15,7 @@ class CheckRow:
     """Prediction and measurement of one moment: the bytes of each layer in the real cache's tensors.
 
     The storage is what these tensors keep allocated, views of something larger counted in full.
+    `real` says that the run had values, of fewer tokens than were asked about perhaps.
     """
 
     tokens: int
@@ -22,6 +23,7 @@ class CheckRow:
     measured_bytes: tuple[int, ...]
     predicted_storage_bytes: int
     measured_storage_bytes: int
+    real: bool = False
 
     @property
     def agrees(self) -> bool:

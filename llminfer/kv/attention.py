@@ -14,6 +14,7 @@ from llminfer.kv.layer import PerToken
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "n_embed")
 DECODER_HEADS = ("decoder_attention_heads", "num_decoder_attention_heads")
 
@@ -29,32 +30,33 @@ def grouped(view: ConfigView) -> tuple[PerToken, ...]:
     return keys_and_values(kv_heads(view, heads), head_dim(view, heads))
 
 
+def grouped_evenly(view: ConfigView) -> tuple[PerToken, ...]:
+    """As `grouped`, where the class refuses a hidden size that the heads do not divide."""
+    heads = view.size(*HEADS)
+    return keys_and_values(kv_heads(view, heads), head_dim(view, heads, whole=True))
+
+
 def kv_heads(view: ConfigView, heads: int) -> int:
     """The KV heads; as many as there are query heads when the config names none.
 
     Raises:
         UnknownConfigField: when the config names none and the class default does not go with its heads.
     """
-    count = view.integer("num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads", default=heads)
+    count = view.integer(*KV_HEADS, default=heads)
     if heads % count:
         raise UnknownConfigField(f"{view.source}: {heads} attention heads cannot share {count} key-value heads")
     return count
 
 
-def head_dim(view: ConfigView, heads: int) -> int:
-    """The width of a head: as stated, else hidden size / attention heads.
+def head_dim(view: ConfigView, heads: int, *, whole: bool = False) -> int:
+    """The width of a head: as stated, else hidden size / attention heads, rounded down as most classes do.
 
     Raises:
-        UnknownConfigField: when it is not stated and the quotient is not whole.
+        UnknownConfigField: when it is not stated, and the quotient is not `whole` as it has to be.
     """
-    stated = view.get("head_dim")
-    if stated is not None:
+    if view.get("head_dim") is not None:
         return view.integer("head_dim")
-    hidden = view.size(*HIDDEN)
-    if hidden % heads:
-        raise UnknownConfigField(f"{view.source}: hidden size {hidden} is not a multiple of {heads} heads")
-    view.note("head_dim", hidden // heads, "hidden size / attention heads")
-    return hidden // heads
+    return _split_hidden(view, heads, whole=whole)
 
 
 def every_head(view: ConfigView) -> tuple[PerToken, ...]:
@@ -69,9 +71,9 @@ def decoder_half(view: ConfigView) -> tuple[PerToken, ...]:
     return keys_and_values(heads, _split_hidden(view, heads))
 
 
-def _split_hidden(view: ConfigView, heads: int) -> int:
+def _split_hidden(view: ConfigView, heads: int, *, whole: bool = True) -> int:
     hidden = view.size(*HIDDEN)
-    if hidden % heads:
+    if whole and hidden % heads:
         raise UnknownConfigField(f"{view.source}: hidden size {hidden} is not a multiple of {heads} heads")
     view.note("head_dim", hidden // heads, "hidden size / attention heads")
     return hidden // heads
@@ -81,6 +83,12 @@ def multi_query(view: ConfigView) -> tuple[PerToken, ...]:
     """GPT-BigCode: one KV head for all query heads when `multi_query` is set."""
     heads = view.size(*HEADS)
     return keys_and_values(1 if view.get("multi_query") else heads, _split_hidden(view, heads))
+
+
+def dbrx(view: ConfigView) -> tuple[PerToken, ...]:
+    """DBRX: the KV heads of `attn_config` count, whatever is stated beside it."""
+    heads = view.size(*HEADS)
+    return keys_and_values(view.integer("attn_config.kv_n_heads"), _split_hidden(view, heads))
 
 
 def falcon(view: ConfigView) -> tuple[PerToken, ...]:
@@ -123,7 +131,7 @@ def xlnet(view: ConfigView) -> tuple[PerToken, ...]:
 
 def reformer(view: ConfigView) -> tuple[PerToken, ...]:
     """Reformer's local layers: the hidden states, from which keys and values are made anew."""
-    return (PerToken(name="states", heads=1, dim=view.size(*HIDDEN)),)
+    return (PerToken(name="states", heads=1, dim=view.size(*HIDDEN), chunks=_reformer_chunks(view)),)
 
 
 def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
@@ -140,8 +148,15 @@ def reformer_hashed(view: ConfigView) -> tuple[PerToken, ...]:
             dim=view.integer("num_hashes"),
             dtype="int64",
             after=view.integer("lsh_attn_chunk_length"),
+            chunks=_reformer_chunks(view),
         ),
     )
+
+
+def _reformer_chunks(view: ConfigView) -> tuple[int, ...]:
+    used = view.get("attn_layers", default=())
+    lengths = {"local": "local_attn_chunk_length", "lsh": "lsh_attn_chunk_length"}
+    return tuple(view.integer(name) for kind, name in lengths.items() if kind in used)
 
 
 def zamba(view: ConfigView) -> tuple[PerToken, ...]:
@@ -149,12 +164,6 @@ def zamba(view: ConfigView) -> tuple[PerToken, ...]:
     heads = view.size(*HEADS)
     width = 2 * view.size(*HIDDEN)
     return keys_and_values(kv_heads(view, heads), view.integer("attention_head_dim", default=width // heads))
-
-
-def zamba2(view: ConfigView) -> tuple[PerToken, ...]:
-    """Zamba2: as Zamba, with the head's width always derived."""
-    heads = view.size(*HEADS)
-    return keys_and_values(kv_heads(view, heads), 2 * view.size(*HIDDEN) // heads)
 
 
 def mimo_v2_flash(view: ConfigView, *, sliding: bool = False) -> tuple[PerToken, ...]:

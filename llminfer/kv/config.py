@@ -91,9 +91,9 @@ class ConfigView:
             raise self.missing(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not {what}")
+            raise UnknownConfigField(f"{self.source}: {self._as_stated(names)} is {value!r}, not {what}")
         if value > MOST:
-            raise UnknownConfigField(f"{self.source}: {names[0]} is {value}, more than any model has")
+            raise UnknownConfigField(f"{self.source}: {self._as_stated(names)} is {value}, more than any model has")
         return value
 
     def size(self, *names: str) -> int:
@@ -105,13 +105,18 @@ class ConfigView:
         own = self if self.nested else replace(self, defaults={})
         return own.integer(*names)
 
+    def _as_stated(self, names: tuple[str, ...]) -> str:
+        """The name under which the file has the first of `names` that it has."""
+        spellings = (spelling for name in names for spelling in self._spellings(name))
+        return next((name for name in spellings if _dig(self.config, name) not in (_MISSING, None)), names[0])
+
     def integers(self, *names: str) -> list[int] | None:
         """A list of integers, or None when it is not set."""
         value = self.get(*names)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, int) and abs(item) <= MOST for item in value):
-            raise UnknownConfigField(f"{self.source}: {names[0]} is {value!r}, not a list of integers")
+            raise UnknownConfigField(f"{self.source}: {self._as_stated(names)} is {value!r}, not a list of integers")
         return value
 
     def missing(self, *names: str) -> UnknownConfigField:

@@ -50,6 +50,8 @@ ELEMENT_TYPES: dict[str, ElementType] = {
         ElementType(name="q4_0", block_elements=32, block_bytes=18),
     )
 }
+# types that arithmetic is done in, so that a model's states can have them
+FLOAT_TYPES = ("float64", "float32", "bfloat16", "float16")
 _ALIASES = {
     "fp32": "float32",
     "f32": "float32",

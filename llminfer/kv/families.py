@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
+from llminfer.errors import InvalidParams, UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv import attention, peculiar, recurrent
 from llminfer.kv.attention import LAYERS
 from llminfer.kv.config import MOST_LAYERS, ConfigView, text_part
+from llminfer.kv.context import scaled_context
 from llminfer.kv.defaults import defaults_origin, type_defaults
-from llminfer.kv.dtypes import element_type
+from llminfer.kv.direction import ENCODER_DECODERS, ENCODER_HINT, IS_ENCODER, IS_ENCODER_DECODER, is_encoder
+from llminfer.kv.dtypes import FLOAT_TYPES, element_type
 from llminfer.kv.kinds import (
     CHUNKED,
     COMPRESSED_HEAVILY,
@@ -109,19 +111,30 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
     model_type = view.model_type
     family = FAMILIES.get(model_type) if model_type else _untyped(view)
     if family is None:
+        reason = why_no_rule(config)
         raise UnsupportedArchitecture(
-            f"{source}: cannot predict the cache of model type {model_type!r}",
-            hint=f"known: {', '.join(sorted(FAMILIES))}",
+            f"{source}: {reason or f'cannot predict the cache of model type {model_type!r}'}",
+            hint=None if reason else "plain attention: give --layers, --kv-heads and --head-dim instead",
         )
+    if family.layers is not DECODER_LAYERS and is_encoder(model_type, view.get("is_decoder")):
+        raise UnknownConfigField(f"{source}: {model_type} {IS_ENCODER}", hint=ENCODER_HINT)
+    dtype, notes = _dtype(view)
     return ModelKV(
         name=name or source,
         model_type=model_type,
         layers=read_layers(view, family),
-        dtype=_dtype(view),
+        dtype=dtype,
+        stored_dtype=_stored_dtype(config),
         context_limit=_context_limit(view),
         fields=tuple(view.used.values()),
-        notes=family.notes + (() if view.get("dtype", "torch_dtype") else (_NO_DTYPE,)),
+        notes=family.notes + notes,
     )
+
+
+def why_no_rule(config: Mapping[str, Any]) -> str | None:
+    """Why a type outside the table cannot be sized in any other way either, None when it may be."""
+    model_type = str(config.get("model_type") or "")
+    return f"{model_type} {IS_ENCODER_DECODER}" if model_type in ENCODER_DECODERS else None
 
 
 def _untyped(view: ConfigView) -> Family:
@@ -134,10 +147,10 @@ def _untyped(view: ConfigView) -> Family:
     if foreign:
         raise UnsupportedArchitecture(
             f"{view.source}: no model_type in the config, and {', '.join(foreign)} could belong to several",
-            hint=f"known: {', '.join(sorted(FAMILIES))}",
+            hint="add its model_type",
         )
     view.note("model_type", None, "not in the file: read as attention of the stated sizes")
-    return _LATENT if view.get("kv_lora_rank") is not None else _PLAIN
+    return _LATENT if view.get("kv_lora_rank") is not None else replace(_EVEN, prepare=peculiar.listed_heads)
 
 
 def read_layers(view: ConfigView, family: Family) -> Layers:
@@ -204,19 +217,57 @@ def _text_view(config: Mapping[str, Any], source: str) -> ConfigView:
     )
 
 
-def _dtype(view: ConfigView) -> str:
-    stated = view.get("dtype", "torch_dtype")
-    if stated is None:
+def _dtype(view: ConfigView) -> tuple[str, tuple[str, ...]]:
+    """The element type that the model computes in, and what has to be said about it."""
+    name = next((name for name in ("dtype", "torch_dtype") if view.get(name) is not None), None)
+    if name is None:
         view.note("dtype", "float32", "not in the file: what torch uses when nothing is stated")
-    return element_type(str(stated or "float32")).name
+        return "float32", (_NO_DTYPE,)
+    stated = view.get(name)
+    try:
+        found = element_type(str(stated)).name
+    except InvalidParams as error:
+        if str(stated).removeprefix("torch.") not in _WEIGHT_TYPES:
+            raise UnknownConfigField(
+                f"{view.source}: {name} is {stated!r}, not an element type", hint=f"known: {', '.join(FLOAT_TYPES)}"
+            ) from error
+        found = ""
+    if found in FLOAT_TYPES:
+        return found, ()
+    view.note(name, stated, "file; a type of weights, so the cache is counted as bfloat16")
+    return "bfloat16", (f"{name} is {stated}, in which no model computes: bfloat16 is assumed",)
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """The element type that a quantized checkpoint wants its cache to have, where the file says it."""
+    stated = config.get("quantization_config")
+    if not isinstance(stated, Mapping):
+        return None
+    parts = (stated, inner) if isinstance(inner := stated.get("quantization"), Mapping) else (stated,)
+    for part in parts:
+        scheme = part.get("kv_cache_scheme") or part.get("kv_cache_quant_algo")
+        if isinstance(scheme, Mapping):
+            bits, kind = scheme.get("num_bits"), scheme.get("type")
+            return "fp8" if (bits, kind) == (8, "float") else f"{kind}{bits}"
+        if isinstance(scheme, str):
+            return scheme.lower()
+    return None
 
 
 def _context_limit(view: ConfigView) -> int | None:
     limit = view.get("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
+        return None
+    rope = view.config.get("rope_scaling") or view.config.get("rope_parameters")
+    scaled = scaled_context(limit, rope, model_type=view.model_type)
+    if scaled != limit:
+        view.note("context", scaled, f"{limit}, scaled as the rotary positions are")
+    return scaled
 
 
 _NO_DTYPE = "the config states no dtype: float32 is assumed, and a checkpoint in 16 bit caches half of that"
+# what weights are stored in and our table has no row for
+_WEIGHT_TYPES = frozenset({"uint8", "int16", "int32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
 # composites that change their language model's config
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
     "gemma4_assistant": peculiar.assistant,
@@ -228,13 +279,15 @@ _FOREIGN = re.compile(
     r"|cycles|lora_rank_|decoder_layers|cross_attention|compress|sparse|full_attn|attn_layer|no_rope|cca_|lru_|prompt"
 )
 _PLAIN = Family()
+_EVEN = Family(attention=attention.grouped_evenly)
 _MHA = Family(attention=attention.every_head)
-_MAMBA1 = Family(states=recurrent.mamba1)
+_MAMBA = Family(states=recurrent.mamba)
 _MAMBA2 = Family(states=recurrent.mamba2)
 _DELTA_NET = Family(states=recurrent.gated_delta_net)
 _LATENT = Family(attention=attention.latent, kind="latent")
 _LATENT_INDEXED = Family(attention=attention.latent_indexed, kind="latent")
 _SHORT_CONV = Family(states=recurrent.short_conv)
+_SOUND = "the self-attention of the decoder alone; generation with guidance caches twice as many sequences"
 _DECODER_HALF = Family(
     attention=attention.decoder_half,
     layers=DECODER_LAYERS,
@@ -258,22 +311,28 @@ FAMILIES: dict[str, Family] = {
     **_each(
         _PLAIN,
         """
-        afmoe apertus apertus1p5_text arcee aria_text beam bitnet bloom cohere cohere2 cohere2_moe
-        cohere_compass_text cwm dbrx diffllama doge dots1 emu3_text_model ernie4_5 ernie4_5_moe exaone exaone4
-        exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss granite granite_swa
-        granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-        internlm3 iquestcoder jais2 kolibri1 laguna llama llama4_text mellum minimax_m2 ministral ministral3
-        mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe
-        qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+        afmoe apertus apertus1p5_text beam cohere cohere2 cohere2_moe cohere_compass_text diffllama doge dots1
+        emu3_text_model ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe gpt_oss
+        granite granite_swa granitemoe granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3
+        kolibri1 laguna llama4_text mellum minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron
+        olmo olmo2 olmo3 phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss
+        smollm3 solar_open starcoder2
+        """,
+    ),
+    **_each(
+        _EVEN,
+        """
+        arcee aria_text bitnet bloom chameleon cwm exaone gemma2 helium hyperclovax internlm3 iquestcoder jais2
+        llama moshi muse_glimmer_text muse_spark_text olmoe persimmon qwen2_5_vl_text qwen2_vl_text stablelm
+        vaultgemma
         """,
     ),
     # language models that come inside image-text models only
     **_each(
         _PLAIN,
         """
-        chameleon ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
-        molmo2_text muse_glimmer_text muse_spark_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text
-        qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
+        ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
+        molmo2_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
         """,
     ),
     "mistral4": _LATENT,
@@ -281,7 +340,7 @@ FAMILIES: dict[str, Family] = {
         _MHA,
         """
         bert bert-generation big_bird biogpt camembert codegen ctrl data2vec-text electra ernie git gpt-sw3 gpt2
-        gpt_neo gpt_neox gpt_neox_japanese gptj megatron-bert mpt musicgen_decoder musicgen_melody_decoder opt
+        gpt_neo gpt_neox gpt_neox_japanese gptj megatron-bert mpt opt
         rembert roberta roberta-prelayernorm roc_bert roformer xglm xlm-roberta xlm-roberta-xl xmod
         """,
     ),
@@ -308,6 +367,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": _MAMBA2,
     "blt": Family(read=peculiar.blt),
     "cpmant": Family(attention=attention.cpmant),
+    "dbrx": Family(attention=attention.dbrx),
     "deepseek_v4": Family(
         attention=attention.shared_key_value,
         of_kind={
@@ -324,13 +384,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "falcon": Family(attention=attention.falcon),
     "falcon_h1": _MAMBA2,
-    "falcon_mamba": _MAMBA1,
-    "gemma3n_text": Family(finish=peculiar.without_shared),
+    "falcon_mamba": _MAMBA,
+    "gemma3_text": replace(_EVEN, prepare=peculiar.gemma3),
+    "gemma3n_text": replace(_EVEN, finish=peculiar.without_shared),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_bigcode": Family(attention=attention.multi_query),
     "granitemoehybrid": _MAMBA2,
-    "hrm_text": Family(prepare=peculiar.hrm),
+    "hrm_text": replace(_EVEN, prepare=peculiar.hrm_layers, finish=peculiar.hrm),
     "inkling2_loop_text": replace(_INKLING, finish=peculiar.inkling_loops),
     "inkling2_text": _INKLING,
     "inkling_text": _INKLING,
@@ -342,7 +403,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": _SHORT_CONV,
     "lfm3": _SHORT_CONV,
     "longcat_flash": replace(_LATENT, finish=peculiar.twice),
-    "mamba": _MAMBA1,
+    "mamba": _MAMBA,
     "mamba2": _MAMBA2,
     "mimo_v2_flash": Family(
         attention=attention.mimo_v2_flash,
@@ -355,7 +416,11 @@ FAMILIES: dict[str, Family] = {
         finish=peculiar.without_cross,
         notes=("without an image: each cross-attention layer caches an image's keys and values",),
     ),
-    "modernbert-decoder": Family(prepare=peculiar.modernbert_decoder),
+    "modernbert-decoder": replace(_EVEN, prepare=peculiar.modernbert_decoder),
+    "musicgen_decoder": replace(_MHA, notes=(_SOUND, "with a text, every layer also caches its keys and values")),
+    "musicgen_melody_decoder": replace(
+        _MHA, notes=(_SOUND, "text and melody come before the tokens and count as such")
+    ),
     "nemotron_h": Family(states=recurrent.mamba2, prepare=peculiar.nemotron_h),
     "olmo_hybrid": Family(states=recurrent.olmo_hybrid),
     "openai-gpt": Family(
@@ -372,6 +437,7 @@ FAMILIES: dict[str, Family] = {
         finish=peculiar.qwen4_positions,
     ),
     "recurrent_gemma": Family(
+        attention=attention.grouped_evenly,
         states=recurrent.recurrent_gemma,
         prepare=peculiar.recurrent_gemma,
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
@@ -385,6 +451,6 @@ FAMILIES: dict[str, Family] = {
     "xlnet": Family(attention=attention.xlnet),
     "xlstm": Family(states=recurrent.xlstm, layers=("num_hidden_layers", "num_blocks")),
     "zamba": Family(attention=attention.zamba, states=recurrent.zamba),
-    "zamba2": Family(attention=attention.zamba2, states=recurrent.mamba2),
+    "zamba2": Family(attention=attention.zamba, states=recurrent.mamba2),
     "zaya": Family(states=recurrent.zaya),
 }

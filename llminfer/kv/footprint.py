@@ -7,18 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llminfer.errors import InvalidParams
-from llminfer.kv.dtypes import element_type
+from llminfer.kv.dtypes import FLOAT_TYPES, element_type
 from llminfer.kv.layer import LayerKV, ModelKV
-from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request
+from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request, Runtime
 from llminfer.kv.runtimes.table import runtime as runtime_row
 from llminfer.kv.runtimes.transformers_dynamic import kept_tokens
 from llminfer.kv.split import shard
 from llminfer.units import format_bytes
 
 __all__ = ["Footprint", "footprint", "kept_tokens", "total_bytes"]
-
-# types that arithmetic is done in, so that a model's states can have them
-FLOAT_TYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +116,7 @@ def footprint(
             raise InvalidParams(f"{name} is {value!r}, not a whole number of {least} or more")
     row = runtime_row(runtime)
     rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
+    dtype, stored = _followed(model, row, dtype)
     request = replace(_request(model, tokens, batch, dtype, k_dtype, v_dtype), waiting=waiting, quantizer=quantizer)
     now = row.allocate(model, rank.layers, request)
     later = row.allocate(model, rank.layers, replace(request, tokens=tokens + now.block_tokens))
@@ -138,7 +136,7 @@ def footprint(
         block_tokens=now.block_tokens,
         formula=_formula(rank.layers, now),
         peaks=now.peaks,
-        notes=rank.notes + now.notes,
+        notes=rank.notes + now.notes + stored,
     )
 
 
@@ -158,11 +156,22 @@ def total_bytes(
     """
     row = runtime_row(runtime)
     rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
+    dtype, _ = _followed(model, row, dtype)
 
     def of(tokens: int, batch: int) -> int:
         return _total(row.allocate(model, rank.layers, _request(model, tokens, batch, dtype, k_dtype, v_dtype)))
 
     return of
+
+
+def _followed(model: ModelKV, row: Runtime, dtype: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """The element type asked for, else the one that the checkpoint states and the runtime follows; and a remark."""
+    stored = model.stored_dtype
+    if dtype is not None or stored is None or not row.follows_checkpoint:
+        return dtype, ()
+    if stored == "fp8":
+        return stored, ("fp8, since the checkpoint's quantization_config states it for the cache",)
+    return None, (f"the checkpoint states a {stored} cache, for which there is no rule: counted as {model.dtype}",)
 
 
 def _request(

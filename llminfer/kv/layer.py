@@ -18,6 +18,8 @@ class PerToken:
     - `extra_tokens`: entries beside those of the tokens (a learned prefix, a dummy token).
     - `after` n: none at all until there are more than n tokens (Reformer's hash buckets).
     - `windowed` False: the layer's window does not apply to this tensor.
+    - `chunks`: a prompt longer than the shortest of them is padded to a multiple of all; the padding
+      stays allocated until the next step.
 
     `dtype` is None where the tensor follows the cache's element type, else the type it is pinned to.
     `heads` is what the architecture needs; `transformers_heads` is what transformers caches where
@@ -35,6 +37,11 @@ class PerToken:
     extra_tokens: int = 0
     after: int = 0
     windowed: bool = True
+    chunks: tuple[int, ...] = ()
+
+    def padding(self, tokens: int) -> int:
+        """Entries that a prompt of so many tokens leaves allocated beyond them."""
+        return -tokens % math.lcm(*self.chunks) if self.chunks and tokens > min(self.chunks) else 0
 
     @property
     def elements(self) -> int:
@@ -62,7 +69,8 @@ class State:
     `shape` is per sequence, and its first dimension (channels or heads) is what tensor parallelism
     splits; `dtype` as in `PerToken`. `role` is `recurrent`, or `conv` for the last inputs of a
     causal convolution: `shape[-1]` columns, as many as transformers keeps. `needed_columns` is how
-    many the next step reads (the kernel's width − 1).
+    many the next step reads (the kernel's width − 1). `sliced_off` elements stay allocated beside
+    it after a step of transformers, where the state is a slice of a larger tensor.
     """
 
     name: str
@@ -70,6 +78,7 @@ class State:
     dtype: str | None = None
     role: str = "recurrent"
     needed_columns: int | None = None
+    sliced_off: int = 0
 
     @property
     def elements(self) -> int:
@@ -117,7 +126,8 @@ class ModelKV:
     """What a model caches, layer by layer, and the fields that say so.
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
-    for. `context_limit` is the longest sequence the model was made for, None when it states none.
+    for. `stored_dtype` is what a quantized checkpoint asks its cache to be, for runtimes that follow
+    it. `context_limit` is the longest sequence the model was made for, None when it states none.
     `method` is `formula` or `dry run`. `notes` are sentences that the answer has to carry.
     """
 
@@ -125,6 +135,7 @@ class ModelKV:
     model_type: str
     layers: tuple[LayerKV, ...]
     dtype: str
+    stored_dtype: str | None = None
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()
     method: str = "formula"

@@ -93,6 +93,20 @@ def reformer(view: ConfigView) -> Layers:
     return tuple(LayerKV(kind=str(kind), tensors=rules[str(kind)](view)) for kind in listed)
 
 
+def listed_heads(view: ConfigView) -> ConfigView:
+    """Heads listed layer by layer, in files whose model type nobody names: a shape for each layer."""
+    names = (*attention.HEADS, *attention.KV_HEADS)
+    listed = {name: value for name in names if isinstance(value := view.config.get(name), list)}
+    count = view.size(*LAYERS) if listed else 0
+    for name, value in listed.items():
+        if len(value) != count:
+            raise UnsupportedArchitecture(f"{view.source}: {name} lists {len(value)} of {count} layers")
+    if not listed:
+        return view
+    own = {str(index): {name: value[index] for name, value in listed.items()} for index in range(count)}
+    return view.at(0, {"per_layer_config": own})
+
+
 def dory(view: ConfigView) -> ConfigView:
     """Released files list attention and MLP as layers of their own, which doubles every count."""
     listed = view.get("layer_types")
@@ -103,12 +117,25 @@ def dory(view: ConfigView) -> ConfigView:
     return view.at(0, {**halved, "layer_types": listed[::2]})
 
 
-def hrm(view: ConfigView) -> ConfigView:
-    """HRM: a pass of the low stack in every low cycle and of the high one in every high cycle, each cached."""
+def hrm(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
+    """HRM: a pass of the low stack in every low cycle and of the high one in every high cycle, each cached.
+
+    The cache's other layers stay empty: a file written by transformers states the product as its layers.
+    """
+    stack = view.get("num_layers_per_stack")
+    used = len(layers) if stack is None else view.integer("num_layers_per_stack") * _hrm_cycles(view)
+    return tuple(layer if index < used else _EMPTY for index, layer in enumerate(layers))
+
+
+def hrm_layers(view: ConfigView) -> ConfigView:
+    """A file that states no stack states its layers, and the class makes both of them."""
     if view.get("num_layers_per_stack") is not None:
         return view
-    cycles = view.integer("H_cycles") * (view.integer("L_cycles") + 1)
-    return view.at(0, {"num_hidden_layers": view.size(*LAYERS) * cycles})
+    return view.at(0, {"num_hidden_layers": view.size(*LAYERS) * _hrm_cycles(view)})
+
+
+def _hrm_cycles(view: ConfigView) -> int:
+    return view.integer("H_cycles") * (view.integer("L_cycles") + 1)
 
 
 def nemotron_h(view: ConfigView) -> ConfigView:
@@ -134,8 +161,17 @@ def inkling(view: ConfigView) -> ConfigView:
 
 
 def modernbert_decoder(view: ConfigView) -> ConfigView:
-    """ModernBERT: `local_attention` counts both directions."""
+    """ModernBERT: `local_attention` counts both directions; a window of the cache's own stands."""
+    if view.get("sliding_window") is not None:
+        return view
     return view.at(0, {"sliding_window": view.integer("local_attention") // 2})
+
+
+def gemma3(view: ConfigView) -> ConfigView:
+    """Gemma 3: half the window looks back when the other half looks ahead."""
+    if not view.get("use_bidirectional_attention"):
+        return view
+    return view.at(0, {"sliding_window": view.integer("sliding_window") // 2 + 1})
 
 
 def gemma4(view: ConfigView) -> ConfigView:

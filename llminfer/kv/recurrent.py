@@ -20,11 +20,21 @@ def conv(channels: int, width: int, *, name: str = "conv", dtype: str | None = N
     return State(name=name, shape=(channels, width), role="conv", needed_columns=width - 1, dtype=dtype)
 
 
-def mamba1(view: ConfigView) -> tuple[State, ...]:
-    """Mamba (arXiv 2312.00752): conv I · k and state I · d_state, I the inner width."""
-    inner = _inner(view)
+def _mamba1(view: ConfigView, inner: int) -> tuple[State, ...]:
     state = view.integer("mamba_d_state", "state_size")
     return conv(inner, view.integer(*_CONV_WIDTH)), State(name="ssm", shape=(inner, state), dtype="float32")
+
+
+def mamba(view: ConfigView) -> tuple[State, ...]:
+    """Mamba alone: a stated inner width stands, and `expand` gives it where there is none."""
+    stated = view.get("intermediate_size")
+    inner = _inner(view) if stated is None else view.integer("intermediate_size")
+    return _mamba1(view, inner)
+
+
+def mamba1(view: ConfigView) -> tuple[State, ...]:
+    """Mamba (arXiv 2312.00752): conv I · k and state I · d_state, I the inner width."""
+    return _mamba1(view, _inner(view))
 
 
 def zamba(view: ConfigView) -> tuple[State, ...]:
@@ -101,8 +111,8 @@ def delta_attention(view: ConfigView) -> tuple[State, ...]:
 
 
 def bailing_hybrid(view: ConfigView) -> tuple[State, ...]:
-    """Ling's linear layers: Kimi Delta Attention with the attention's heads."""
-    heads = view.size(*HEADS)
+    """Ling's linear layers: Kimi Delta Attention, with the attention's heads unless it has its own."""
+    heads = view.integer("linear_num_heads", default=view.size(*HEADS))
     return _delta_attention(heads, view.integer("linear_head_dim", "head_dim"), view.integer(*_CONV_WIDTH))
 
 
@@ -168,5 +178,5 @@ def recurrent_gemma(view: ConfigView) -> tuple[State, ...]:
     """Griffin's recurrent block (arXiv 2402.19427): the last inputs of its convolution, and one state a channel."""
     width = view.integer("lru_width", default=view.size(*HIDDEN))
     columns = view.integer("conv1d_width") - 1
-    conv_state = State(name="conv", shape=(width, columns), role="conv", needed_columns=columns)
+    conv_state = State(name="conv", shape=(width, columns), role="conv", needed_columns=columns, sliced_off=width)
     return conv_state, State(name="rg_lru", shape=(width,), dtype="float32")

@@ -112,6 +112,7 @@ def _check(row: CheckRow) -> dict[str, Any]:
     return {
         "tokens": row.tokens,
         "agrees": row.agrees,
+        "real_run": row.real,
         "predicted_layer_bytes": list(row.predicted_bytes),
         "measured_layer_bytes": list(row.measured_bytes),
         "predicted_storage_bytes": row.predicted_storage_bytes,

@@ -42,8 +42,6 @@ STATES_NOTHING = {
     "nemotron_h": "its pattern is what it is",
     "qwen4_exp_text": "its indexer has no default sizes",
 }
-# types whose class defaults have heads that do not divide the width, as their released files do not
-UNEVEN = ("glm4v_moe_text", "qwen3_omni_moe_text")
 MUSIC_DECODERS = ("musicgen_decoder", "musicgen_melody_decoder")
 # one type at least of every kind of cache
 REPRESENTATIVES = (
@@ -209,7 +207,7 @@ def composites() -> list[str]:
 
 def known_by_default() -> set[str]:
     """Types whose class defaults are a model that the tables can read."""
-    return FAMILIES.keys() - STATES_NOTHING.keys() - {*UNEVEN}
+    return FAMILIES.keys() - STATES_NOTHING.keys()
 
 
 @pytest.mark.parametrize("model_type", composites())

@@ -91,7 +91,8 @@ class Runtime:
 
     `release` is the version whose rules are modelled. `allocate` gets the model and its layers as
     one rank holds them. `transformers_heads` says that heads are cached as transformers' modelling
-    code does it, which for some models is more than the architecture needs.
+    code does it, which for some models is more than the architecture needs. `follows_checkpoint` says
+    that the cache gets the element type that a quantized checkpoint states for it.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Runtime:
     summary: str
     allocate: Callable[[ModelKV, tuple[LayerKV, ...], Request], Allocation]
     transformers_heads: bool = False
+    follows_checkpoint: bool = False
 
 
 def each_layer(layers: Iterable[LayerKV], size: Callable[[LayerKV], LayerBytes]) -> tuple[LayerBytes, ...]:

@@ -55,32 +55,50 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
 
 def _storage(layers: tuple[LayerKV, ...], rows: tuple[LayerBytes, ...], request: Request) -> tuple[Peak, ...]:
     """Storage right after a prefill and after the step that follows it, when a window makes them differ."""
-    tensors = sum(row.size_bytes for row in rows)
-    prefill = sum(row.size_bytes for row in each_layer(layers, lambda layer: _after_prefill(layer, request)))
-    if prefill == tensors:
+    later = replace(request, tokens=request.tokens + 1)
+    tensors, next_tensors, prefill, step = (
+        sum(row.size_bytes for row in found)
+        for found in (
+            rows,
+            each_layer(layers, lambda layer: layer_bytes(layer, kept_tokens(layer, later.tokens), later)),
+            each_layer(layers, lambda layer: _after_prefill(layer, request)),
+            each_layer(layers, lambda layer: _after_step(layer, request)),
+        )
+    )
+    if (prefill, step) == (tensors, next_tensors):
         return ()
-    step = sum(row.size_bytes for row in each_layer(layers, lambda layer: _after_step(layer, request)))
     return (
         Peak(
             name="storage after prefill",
             size_bytes=prefill,
-            reason="the kept tokens of a sliding layer are a view of the whole prompt's tensor",
+            reason="what a layer keeps of a prompt is a view of the whole prompt's tensor",
         ),
         Peak(
             name="storage after the next step",
             size_bytes=step,
-            reason="the step's concatenation frees the prompt's tensor: a window's kept tokens and the new one stay",
+            reason="the step's concatenation frees the prompt's tensor: what was kept and the new token stay",
         ),
     )
 
 
 def _after_prefill(layer: LayerKV, request: Request) -> LayerBytes:
-    return layer_bytes(layer, request.tokens, request)
+    # a window and a buffer are slices of all tokens, whatever they keep of them
+    tokens = request.tokens
+    whole = (replace(each, stride=1, remainder=False) if each.remainder else each for each in layer.tensors)
+    padded = tuple(replace(each, extra_tokens=each.extra_tokens + each.padding(tokens)) for each in whole)
+    return layer_bytes(replace(layer, tensors=padded), tokens, request)
 
 
 def _after_step(layer: LayerKV, request: Request) -> LayerBytes:
     # one token concatenated to what was kept; the slice taken of it afterwards frees nothing
-    return layer_bytes(layer, kept_tokens(layer, request.tokens) + 1, replace(request, tokens=request.tokens + 1))
+    tokens = request.tokens + 1
+    grown = tuple(
+        replace(each, extra_tokens=each.stride) if each.remainder and not tokens % each.stride else each
+        for each in layer.tensors
+    )
+    states = tuple(replace(each, shape=(each.elements + each.sliced_off,)) for each in layer.states)
+    stored = replace(layer, tensors=grown, states=states)
+    return layer_bytes(stored, kept_tokens(layer, request.tokens) + 1, replace(request, tokens=tokens))
 
 
 RUNTIME = Runtime(

@@ -195,4 +195,5 @@ RUNTIME = Runtime(
     release="vLLM V1 (0.11 and later)",
     summary="whole blocks of 16 tokens, windows plus a chunk of prefill, latents once, states padded to a page",
     allocate=allocate,
+    follows_checkpoint=True,
 )
