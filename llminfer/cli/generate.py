@@ -30,7 +30,7 @@ from llminfer.params import (
 )
 
 if TYPE_CHECKING:
-    from llminfer.engine.load import LoadedModel
+    from llminfer.engine.model import LoadedModel
     from llminfer.events import Finished, Step, Trace
 
 _INTERRUPTED_EXIT_CODE = 130
@@ -178,7 +178,7 @@ def generate(
             dtype=dtype,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
-            talks=not quiet and not json_output,
+            verbose=not quiet and not json_output,
         ),
         output=_Output(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
         bad_words=tuple(bad_words or ()),
@@ -230,7 +230,7 @@ class _Output:
     token_ids: bool
 
     @property
-    def talks(self) -> bool:
+    def verbose(self) -> bool:
         """Whether progress and summary go to standard error."""
         return not self.quiet and not self.json
 
@@ -374,9 +374,9 @@ def _run(request: _Request, *, debug: bool) -> int:
     loaded, draft = _load(request, startup_s)
     if request.num_samples > 1:
         return _run_samples(request, loaded, startup_s)
-    from llminfer.engine.run import generate as generate_events
+    from llminfer.engine.generate import generate as generate_events
 
-    compiles = request.output.talks and request.choice.execution.compiled
+    compiles = request.output.verbose and request.choice.execution.compiled
     with status("compiling the decode step", compiles):
         events = generate_events(
             loaded,
@@ -394,7 +394,7 @@ def _run(request: _Request, *, debug: bool) -> int:
         write_text(request.text)
     output = request.output
     shown = None if output.json else _id_line if output.token_ids else text_of
-    trace = stream(events, announce=output.talks, show=shown)
+    trace = stream(events, announce=output.verbose, show=shown)
     if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
@@ -416,7 +416,7 @@ def _id_line(event: Step | Finished) -> str:
 
 def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
     """Several samples of one prompt: each text on lines of its own, or all in one document."""
-    from llminfer.engine.many import BatchPeak, run_samples
+    from llminfer.engine.batch_generate import BatchPeak, run_samples
     from llminfer.render.document import samples_document, to_json
 
     peak = BatchPeak()
@@ -434,12 +434,12 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
     if request.output.json:
         print(to_json(samples_document(traces, startup_s, asdict(peak))))
     for number, trace in enumerate(traces if not request.output.json else ()):
-        if request.output.talks and trace.started is not None and trace.finished is not None:
+        if request.output.verbose and trace.started is not None and trace.finished is not None:
             seed, reason = trace.started.sampling.seed, trace.finished.reason
             print(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}", file=sys.stderr, flush=True)
         shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
         write_text((request.text if request.output.echo else "") + shown + "\n")
-    if request.output.talks:
+    if request.output.verbose:
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
         print(
             f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}",
@@ -451,11 +451,11 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
 
 def _run_many(request: _Request) -> int:
     from llminfer.cli.prompts import write_results
-    from llminfer.engine.many import BatchPeak, run_jobs
+    from llminfer.engine.batch_generate import BatchPeak, run_jobs
 
     jobs = request.many.jobs(request.stop)
     if not jobs:
-        if request.output.talks:
+        if request.output.verbose:
             print(f"nothing to do: {request.many.output} has every line", file=sys.stderr)
         return 0
     startup_s: dict[str, float] = {}
@@ -474,7 +474,7 @@ def _run_many(request: _Request) -> int:
     with interrupts() as interrupt:
         interrupt.may_wait = True
         lines = [job.line for job in jobs]
-        return write_results(results, lines, request.many, interrupt, talks=request.output.talks)
+        return write_results(results, lines, request.many, interrupt, verbose=request.output.verbose)
 
 
 def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, debug: bool) -> int:
@@ -486,7 +486,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         from llminfer.render.document import run_document, to_json
 
         print(to_json(run_document(trace, startup_s)), flush=True)
-    if output.talks or output.steps:
+    if output.verbose or output.steps:
         from llminfer.render.console import make_console
         from llminfer.render.steps import step_table
         from llminfer.render.summary import summary
@@ -495,7 +495,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         drafts = trace.started is not None and trace.started.speculation is not None
         for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
             console.print(line)
-        for text in summary(trace, startup_s) if output.talks else ():
+        for text in summary(trace, startup_s) if output.verbose else ():
             console.print(text)
     if isinstance(finished.error, LlminferError):
         from llminfer.cli.app import report

@@ -14,9 +14,9 @@ from llminfer.errors import DoesNotFit, InvalidParams, LlminferError, Unsupporte
 from llminfer.units import format_bytes, parse_bytes, parse_counts
 
 if TYPE_CHECKING:
-    from llminfer.kv.answers import Answer, CheckRow
     from llminfer.kv.budget import Memory
     from llminfer.kv.layer import ModelKV
+    from llminfer.kv.results import Answer, CheckRow
     from llminfer.kv.sources import Source
 
 FORMATS = ("table", "plain", "json", "csv", "markdown")
@@ -259,7 +259,7 @@ def _model(source: Source) -> ModelKV:
 
         return read_gguf_model(source.gguf)
     from llminfer.errors import UnknownConfigField
-    from llminfer.kv.families import read_model
+    from llminfer.kv.rules.families import read_model
 
     config = source.config or {}
     name = "standard input" if source.name == "-" else source.name
@@ -283,7 +283,7 @@ def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
     if find_spec("transformers") is None or find_spec("torch") is None:
         return None
     try:
-        from llminfer.engine.dryrun import dry_run_model
+        from llminfer.engine.kv_cache.dry_run import dry_run_model
     except ImportError:
         return None
     typer.echo(f"note: {config['model_type']} is not in the tables: running its classes without weights", err=True)
@@ -296,7 +296,7 @@ def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
 
 def _answers(question: Question, model: ModelKV, source: Source | None, verify: bool) -> list[Answer]:
     """One answer for each runtime, number of ranks, batch and length, in this order."""
-    from llminfer.kv.split import shard
+    from llminfer.kv.tensor_parallel import shard
 
     answers: list[Answer] = []
     for runtime in question.runtimes:
@@ -347,9 +347,9 @@ def _answer(
     memory: Memory | None,
 ) -> Answer:
     """The footprint, and what fits; with `all` runtimes one that cannot hold the model says why instead."""
-    from llminfer.kv.answers import Answer
     from llminfer.kv.budget import budget
     from llminfer.kv.footprint import footprint
+    from llminfer.kv.results import Answer
 
     asked: dict[str, Any] = {"runtime": runtime, "tp": ranks, **question.dtypes}
     try:
@@ -387,9 +387,9 @@ def _verified(answer: Answer, source: Source | None) -> Answer:
 
 
 def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
-    from llminfer.engine.dryrun import dry_run
-    from llminfer.kv.answers import CheckRow
+    from llminfer.engine.kv_cache.dry_run import dry_run
     from llminfer.kv.footprint import footprint
+    from llminfer.kv.results import CheckRow
 
     found = answer.footprint
     assert found is not None
@@ -453,8 +453,8 @@ def _total(answer: Answer) -> int:
 
 
 def _plot(question: Question, answers: list[Answer], target: str) -> None:
-    from llminfer.kv.answers import Curve
     from llminfer.kv.footprint import total_bytes
+    from llminfer.kv.results import Curve
     from llminfer.render import kv_plot
     from llminfer.render.console import wants_color
 

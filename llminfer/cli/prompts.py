@@ -16,7 +16,7 @@ from llminfer.jobs import BadLine, Job, read_jobs
 from llminfer.params import StopCriteria, check_range
 
 if TYPE_CHECKING:
-    from llminfer.engine.many import JobResult
+    from llminfer.engine.batch_generate import JobResult
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -101,7 +101,7 @@ def write_results(
     many: ManyPrompts,
     interrupt: Interrupt,
     *,
-    talks: bool,
+    verbose: bool,
 ) -> int:
     """Write each result when all before it are written; sort the file at the end when a resume left gaps.
 
@@ -116,7 +116,7 @@ def write_results(
     waiting: dict[int, str] = {}
     order = iter(lines)
     due = next(order, None)
-    with count_bar("prompts", shown=talks) as advance:
+    with count_bar("prompts", shown=verbose) as advance:
         for result in _drain(results, interrupt):
             record = job_record(result.job, result.trace, result.error)
             reason = record.get("finish_reason")
