@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
-from llminfer.kv import attention, peculiar, recurrent
 from llminfer.kv.config import ConfigView, text_part
 from llminfer.kv.defaults import defaults_origin, type_defaults
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
+from llminfer.kv.rules import attention, quirks, recurrent
 from llminfer.kv.rules.attention import LAYERS
 from llminfer.kv.rules.layer_types import (
     CHUNKED,
@@ -219,8 +219,8 @@ def _context_limit(view: ConfigView) -> int | None:
 _NO_DTYPE = "the config states no dtype: float32 is assumed, and a checkpoint in 16 bit caches half of that"
 # composites that change their language model's config
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
-    "gemma4_assistant": peculiar.assistant,
-    "gemma4_unified_assistant": peculiar.assistant,
+    "gemma4_assistant": quirks.assistant,
+    "gemma4_unified_assistant": quirks.assistant,
 }
 # fields of types that cache more, less or something else than attention of the usual sizes does
 _FOREIGN = re.compile(
@@ -241,13 +241,13 @@ _DECODER_HALF = Family(
     notes=("the decoder alone: with an encoder, every layer also caches keys and values of the source",),
 )
 _INKLING = Family(
-    prepare=peculiar.inkling,
+    prepare=quirks.inkling,
     attention=attention.inkling,
     states=recurrent.inkling,
     of_kind={HYBRID_SLIDING: partial(attention.inkling, sliding=True)},
     states_of_kind={HYBRID_SLIDING: partial(recurrent.inkling, sliding=True)},
 )
-_GEMMA4 = Family(of_kind={FULL: attention.gemma4_full}, prepare=peculiar.gemma4, finish=peculiar.without_shared)
+_GEMMA4 = Family(of_kind={FULL: attention.gemma4_full}, prepare=quirks.gemma4, finish=quirks.without_shared)
 
 
 def _each(family: Family, names: str) -> dict[str, Family]:
@@ -306,7 +306,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bailing_hybrid": replace(_LATENT, states=recurrent.bailing_hybrid),
     "bamba": _MAMBA2,
-    "blt": Family(read=peculiar.blt),
+    "blt": Family(read=quirks.blt),
     "cpmant": Family(attention=attention.cpmant),
     "deepseek_v4": Family(
         attention=attention.shared_key_value,
@@ -315,48 +315,48 @@ FAMILIES: dict[str, Family] = {
             COMPRESSED_HEAVILY: attention.heavily_compressed,
         },
     ),
-    "dory": Family(prepare=peculiar.dory, finish=peculiar.dory_loops),
+    "dory": Family(prepare=quirks.dory, finish=quirks.dory_loops),
     "dots3_note_text": Family(
         attention=attention.latent,
         kind="latent",
         of_kind={INDEXED: attention.dots3_indexed, SLIDING: attention.dots3_sliding},
-        prepare=peculiar.dots3,
+        prepare=quirks.dots3,
     ),
     "falcon": Family(attention=attention.falcon),
     "falcon_h1": _MAMBA2,
     "falcon_mamba": _MAMBA1,
-    "gemma3n_text": Family(finish=peculiar.without_shared),
+    "gemma3n_text": Family(finish=quirks.without_shared),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_bigcode": Family(attention=attention.multi_query),
     "granitemoehybrid": _MAMBA2,
-    "hrm_text": Family(prepare=peculiar.hrm),
-    "inkling2_loop_text": replace(_INKLING, finish=peculiar.inkling_loops),
+    "hrm_text": Family(prepare=quirks.hrm),
+    "inkling2_loop_text": replace(_INKLING, finish=quirks.inkling_loops),
     "inkling2_text": _INKLING,
     "inkling_text": _INKLING,
-    "jamba": Family(states=recurrent.mamba1, prepare=peculiar.jamba),
+    "jamba": Family(states=recurrent.mamba1, prepare=quirks.jamba),
     "jetmoe": Family(attention=attention.jetmoe),
     "kimi_linear": replace(_LATENT, states=recurrent.delta_attention),
     "lara_mini": _DELTA_NET,
     "lfm2": _SHORT_CONV,
     "lfm2_moe": _SHORT_CONV,
     "lfm3": _SHORT_CONV,
-    "longcat_flash": replace(_LATENT, finish=peculiar.twice),
+    "longcat_flash": replace(_LATENT, finish=quirks.twice),
     "mamba": _MAMBA1,
     "mamba2": _MAMBA2,
     "mimo_v2_flash": Family(
         attention=attention.mimo_v2_flash,
         of_kind={SLIDING: partial(attention.mimo_v2_flash, sliding=True)},
-        prepare=peculiar.mimo_v2_flash,
+        prepare=quirks.mimo_v2_flash,
     ),
     "minimax": Family(states=recurrent.lightning),
     "minimax_m3_vl_text": Family(of_kind={SPARSE_BLOCKS: attention.sparse_blocks}),
     "mllama_text_model": Family(
-        finish=peculiar.without_cross,
+        finish=quirks.without_cross,
         notes=("without an image: each cross-attention layer caches an image's keys and values",),
     ),
-    "modernbert-decoder": Family(prepare=peculiar.modernbert_decoder),
-    "nemotron_h": Family(states=recurrent.mamba2, prepare=peculiar.nemotron_h),
+    "modernbert-decoder": Family(prepare=quirks.modernbert_decoder),
+    "nemotron_h": Family(states=recurrent.mamba2, prepare=quirks.nemotron_h),
     "olmo_hybrid": Family(states=recurrent.olmo_hybrid),
     "openai-gpt": Family(
         attention=attention.not_cached,
@@ -368,16 +368,16 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp_text": Family(
         states=recurrent.qwen4,
         of_kind={INDEXED: attention.qwen4_indexed},
-        prepare=peculiar.qwen4,
-        finish=peculiar.qwen4_positions,
+        prepare=quirks.qwen4,
+        finish=quirks.qwen4_positions,
     ),
     "recurrent_gemma": Family(
         states=recurrent.recurrent_gemma,
-        prepare=peculiar.recurrent_gemma,
+        prepare=quirks.recurrent_gemma,
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
     ),
     "reformer": Family(
-        read=peculiar.reformer,
+        read=quirks.reformer,
         notes=("buckets as after a prompt longer than a chunk; those of a short prompt that grows take half",),
     ),
     "rwkv": Family(states=recurrent.rwkv),

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from llminfer.errors import UnsupportedArchitecture
-from llminfer.kv import attention
 from llminfer.kv.config import ConfigView
 from llminfer.kv.layer import LayerKV, PerToken
+from llminfer.kv.rules import attention
 from llminfer.kv.rules.attention import LAYERS
 from llminfer.kv.rules.layer_types import FULL, INDEXED
 
