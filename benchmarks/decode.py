@@ -45,12 +45,13 @@ from benchmarks.decoding.session import (  # noqa: E402
     worker_command,
 )
 from llminfer import __version__  # noqa: E402
-from llminfer.engine.checkpoint_cache import cache_folder, cached_checkpoint  # noqa: E402
-from llminfer.engine.default_model import DEFAULT_GENERATION, DEFAULT_MODEL_NAME, require_default_model  # noqa: E402
+from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, DEFAULT_MODEL_NAME, require_default_model  # noqa: E402
+from llminfer.engine.checkpoints.conversions import cached_checkpoint  # noqa: E402
+from llminfer.engine.machine.disk_cache import cache_folder  # noqa: E402
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError  # noqa: E402
-from llminfer.kv.families import read_model  # noqa: E402
 from llminfer.kv.footprint import footprint  # noqa: E402
 from llminfer.kv.gguf import read_gguf_header  # noqa: E402
+from llminfer.kv.rules.families import read_model  # noqa: E402
 from llminfer.kv.weights import weights_bytes  # noqa: E402
 
 TEXT = (
@@ -154,7 +155,7 @@ def find_model(argument: str | None) -> Model:
 
 
 def _convert(path: Path, defaults: Mapping[str, object] | None) -> Path:
-    from llminfer.engine.gguf import checkpoint_for_gguf
+    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 
     return checkpoint_for_gguf(path, generation_defaults=defaults)
 

@@ -66,14 +66,14 @@ def filled(cache: Any, like: Any, context: int) -> Any:
 
 def our_contender(model: Any, kind: str, cache: Any, context: int, way: Any = None) -> Contender:
     """Our own loop, from this cache of this kind."""
-    from llminfer.engine.clock import Clock
-    from llminfer.engine.forward import make_forward
+    from llminfer.engine.forward.forward import make_forward
     from llminfer.engine.loop import decode
-    from llminfer.engine.sampler import make_sampler
-    from llminfer.engine.stop import Output, StopMatcher
+    from llminfer.engine.machine.clock import Clock
+    from llminfer.engine.sampling.sampler import make_sampler
+    from llminfer.engine.text.output import Output, StopMatcher
     from llminfer.params import CacheOptions, SamplingParams
 
-    forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context, way=way)
+    forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context, factory=way)
     sample = make_sampler(SamplingParams(temperature=0), [1], model.device)
 
     def buffers() -> list[int]:
@@ -151,8 +151,8 @@ def measure(model: Any, context: int, *, rounds: int, steps: int, native: Any = 
     """All contenders at one context: a round that is not counted, then `rounds` of `steps` each."""
     import torch
 
-    from llminfer.engine.cache import cache_bytes
-    from llminfer.engine.cache_kinds import make_cache
+    from llminfer.engine.kv_cache.kinds import make_cache
+    from llminfer.engine.kv_cache.tensors import cache_bytes
     from llminfer.params import CacheOptions
 
     # the counted steps lie around the context, so that of a whole block of tokens includes the move
@@ -217,7 +217,7 @@ def document(model_name: str, rows: dict[int, dict[str, Contender]]) -> dict[str
     """Everything as plain values: times in seconds, sizes in bytes."""
     import torch
 
-    from llminfer.kv.runtimes.llminfer import BLOCK_TOKENS
+    from llminfer.kv.runtimes.growing import BLOCK_TOKENS
 
     contexts = []
     points: dict[str, list[tuple[int, float]]] = {}
@@ -290,8 +290,8 @@ def load_model(folder: str | None) -> tuple[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from llminfer.engine.default_model import DEFAULT_GENERATION, DEFAULT_MODEL_NAME, find_default_model
-    from llminfer.engine.gguf import checkpoint_for_gguf
+    from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, DEFAULT_MODEL_NAME, find_default_model
+    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 
     if folder is None:
         path = find_default_model()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import llama_cpp
 
-from llminfer.engine.default_model import DEFAULT_MODEL_INSTALL_COMMAND, find_default_model
+from llminfer.engine.checkpoints.builtin import DEFAULT_MODEL_INSTALL_COMMAND, find_default_model
 from llminfer.kv.footprint import footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 

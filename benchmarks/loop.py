@@ -27,13 +27,13 @@ import torch
 from transformers import DynamicCache
 
 from llminfer.cli.stream import write_text
-from llminfer.engine.clock import Clock
-from llminfer.engine.default_model import DEFAULT_GENERATION, find_default_model
-from llminfer.engine.forward import PlainForward
-from llminfer.engine.gguf import checkpoint_for_gguf
+from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, find_default_model
+from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
+from llminfer.engine.forward.forward import PlainForward
+from llminfer.engine.generate import make_output
 from llminfer.engine.loop import decode
-from llminfer.engine.run import make_output
-from llminfer.engine.sampler import make_sampler
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.events import Finished, Step
 from llminfer.params import SamplingParams, StopCriteria
 
@@ -201,7 +201,7 @@ def main() -> None:
     path = find_default_model()
     if path is None:
         sys.exit("the built-in model is not installed")
-    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
     from llminfer.engine.load import load
 
     folder = checkpoint_for_gguf(path, generation_defaults=DEFAULT_GENERATION)

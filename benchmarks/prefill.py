@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import transformers
 
-from llminfer.engine.checkpoint import inspect_checkpoint
-from llminfer.engine.default_model import DEFAULT_GENERATION, find_default_model
-from llminfer.engine.forward import make_forward
-from llminfer.engine.gguf import checkpoint_for_gguf
+from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, find_default_model
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
+from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.load import load
 
 

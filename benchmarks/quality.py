@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from llminfer import load
-from llminfer.engine.forward import make_forward
-from llminfer.engine.load import LoadedModel
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.model import LoadedModel
 from llminfer.params import ENGINES, WEIGHTS, CacheOptions
 from llminfer.units import format_bytes
 
@@ -51,7 +51,7 @@ def predictions(loaded: LoadedModel, ids: list[int], *, prefill: bool) -> Tensor
             logits: Tensor = loaded.model(input_ids=torch.tensor([ids])).logits[0]
         else:
             options = CacheOptions(kind=loaded.execution.default_cache)
-            forward = make_forward(loaded.model, options=options, way=loaded.way_for(options))
+            forward = make_forward(loaded.model, options=options, factory=loaded.forward_factory_for(options))
             logits = torch.cat([forward([token_id]) for token_id in ids])
         return logits.float().log_softmax(dim=-1)
 

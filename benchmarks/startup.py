@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (default 5)")
     rounds = parser.parse_args().rounds
-    from llminfer.engine.default_model import DEFAULT_GENERATION, find_default_model
-    from llminfer.engine.gguf import checkpoint_for_gguf
+    from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, find_default_model
+    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 
     path = find_default_model()
     if path is None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from llminfer.errors import ModelNotAvailable
 from llminfer.events import Event
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
+from llminfer.kv.rules.families import read_model
 from llminfer.kv.sources import find_source
 from llminfer.params import (
     CacheOptions,
@@ -21,7 +21,7 @@ from llminfer.params import (
 )
 
 if TYPE_CHECKING:
-    from llminfer.engine.load import LoadedModel
+    from llminfer.engine.model import LoadedModel
 
 Progress = Callable[[str, int, int], None]
 
@@ -60,7 +60,7 @@ def load(
         UnsupportedArchitecture: for a model that does not continue text.
         InvalidParams: for a device or dtype that is none.
     """
-    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
     from llminfer.engine.load import load as load_checkpoint
 
     execution = Execution(weights=weights, engine=engine, compiled=compiled)
@@ -114,7 +114,7 @@ def generate(
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
     """
-    from llminfer.engine.run import generate as generate_events
+    from llminfer.engine.generate import generate as generate_events
 
     return generate_events(
         model,
@@ -172,17 +172,15 @@ def _folder_of(
     progress: Progress | None,
 ) -> tuple[str, Path]:
     """A model's name and the folder of its checkpoint, converted or fetched where that is needed."""
-    from llminfer.engine import default_model
-    from llminfer.engine.gguf import checkpoint_for_gguf
-    from llminfer.engine.reference import find_reference
+    from llminfer.engine.checkpoints import builtin
+    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
+    from llminfer.engine.checkpoints.locate import find_reference
     from llminfer.hub import fetch_checkpoint
 
     if model is None:
-        path = default_model.require_default_model()
-        defaults = default_model.DEFAULT_GENERATION
-        return default_model.DEFAULT_MODEL_NAME, checkpoint_for_gguf(
-            path, generation_defaults=defaults, progress=progress
-        )
+        path = builtin.require_default_model()
+        defaults = builtin.DEFAULT_GENERATION
+        return builtin.DEFAULT_MODEL_NAME, checkpoint_for_gguf(path, generation_defaults=defaults, progress=progress)
     reference = find_reference(str(model), revision=revision)
     if reference.path is None:
         folder = fetch_checkpoint(str(model), revision=revision, allow_pickle=allow_pickle, code=trust_remote_code)

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 import torch
 
 TESTS = (
-    "tests/engine/test_weights.py",
+    "tests/engine/weights/test_packed_linear.py",
     "tests/engine/test_native.py",
-    "tests/engine/test_wide_matmul.py",
-    "tests/engine/test_growing_cache.py",
+    "tests/engine/weights/test_upcast.py",
+    "tests/engine/kv_cache/test_growing.py",
     "tests/cli/test_weights.py",
     "tests/cli/test_native.py",
     "tests/cli/test_caches.py",

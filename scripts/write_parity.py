@@ -18,7 +18,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from llminfer.kv.families import read_model
+from llminfer.kv.rules.families import read_model
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,

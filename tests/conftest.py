@@ -48,8 +48,12 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.fixture(scope="session")
 def default_checkpoint() -> Path:
     """The converted checkpoint of the built-in model; a missing package fails, it does not skip."""
-    from llminfer.engine.default_model import DEFAULT_GENERATION, DEFAULT_MODEL_INSTALL_COMMAND, find_default_model
-    from llminfer.engine.gguf import checkpoint_for_gguf
+    from llminfer.engine.checkpoints.builtin import (
+        DEFAULT_GENERATION,
+        DEFAULT_MODEL_INSTALL_COMMAND,
+        find_default_model,
+    )
+    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 
     path = find_default_model()
     assert path is not None, f"run: {DEFAULT_MODEL_INSTALL_COMMAND}"
@@ -59,7 +63,7 @@ def default_checkpoint() -> Path:
 @pytest.fixture(scope="session")
 def smollm(default_checkpoint: Path):  # type: ignore[no-untyped-def]
     """The built-in model, loaded in float32."""
-    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
     from llminfer.engine.load import load
 
     return load(inspect_checkpoint(default_checkpoint), dtype="float32", device="cpu")

@@ -53,7 +53,7 @@ class TookTooLong(BaseException):
 def read_config(folder: Path) -> None:
     """A config as `kv-size` reads it: every runtime's size, one of them rendered."""
     from llminfer.kv.config import load_config
-    from llminfer.kv.families import read_model
+    from llminfer.kv.rules.families import read_model
 
     _sizes(read_model(load_config(folder), source="config"))
 
@@ -71,8 +71,8 @@ def read_gguf(folder: Path) -> None:
 
 
 def _sizes(model: Any) -> None:
-    from llminfer.kv.answers import Answer
     from llminfer.kv.footprint import footprint
+    from llminfer.kv.results import Answer
     from llminfer.kv.runtimes.table import RUNTIMES
     from llminfer.render import kv_json
 
@@ -89,7 +89,7 @@ def _sizes(model: Any) -> None:
 
 def read_weights(folder: Path) -> None:
     """Weights as `kv-size` counts them and as `generate` checks them."""
-    from llminfer.engine.checkpoint import _check_weights
+    from llminfer.engine.checkpoints.checkpoint import _check_weights
     from llminfer.kv.weights import weights_bytes
 
     for read in (partial(weights_bytes, name="m", config={}), partial(_check_weights, config={}, allow_pickle=True)):
@@ -111,7 +111,7 @@ def read_prompts(folder: Path) -> None:
 
 def read_chat(folder: Path) -> None:
     """A conversation that was saved."""
-    from llminfer.engine.transcript import read_transcript
+    from llminfer.transcript import read_transcript
 
     read_transcript(folder / "chat.json")
 
@@ -125,10 +125,10 @@ def read_adapter(folder: Path) -> None:
 
 def load_folder(folder: Path) -> None:
     """A checkpoint as `generate` loads it, up to the first forward."""
-    from llminfer.engine.checkpoint import inspect_checkpoint
+    from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+    from llminfer.engine.generate import effective_sampling
     from llminfer.engine.load import load
-    from llminfer.engine.prompt import encode_prompt
-    from llminfer.engine.run import effective_sampling
+    from llminfer.engine.text.prompt import encode_prompt
 
     loaded = load(inspect_checkpoint(folder), device="cpu")
     effective_sampling({}, loaded.generation_defaults)
@@ -137,7 +137,7 @@ def load_folder(folder: Path) -> None:
 
 def convert_gguf(folder: Path) -> None:
     """A GGUF file as `generate` converts it."""
-    from llminfer.engine.gguf import _convert, _require_convertible
+    from llminfer.engine.checkpoints.gguf import _convert, _require_convertible
     from llminfer.kv.gguf import read_gguf_header
 
     header = read_gguf_header(folder / "model.gguf")
@@ -161,7 +161,7 @@ _LOADED: dict[Path, Any] = {}
 
 def _tiny_model(folder: Path) -> Any:
     if folder not in _LOADED:
-        from llminfer.engine.checkpoint import inspect_checkpoint
+        from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
         from llminfer.engine.load import load
 
         _LOADED[folder] = load(inspect_checkpoint(folder / "model"), device="cpu")
@@ -174,7 +174,7 @@ def _tiny_model(folder: Path) -> Any:
 def config_seeds() -> list[bytes]:
     """The configs that ship, and the class defaults of every type in the table."""
     from llminfer.kv.defaults import type_defaults
-    from llminfer.kv.families import FAMILIES
+    from llminfer.kv.rules.families import FAMILIES
 
     shipped = [file.read_bytes() for file in sorted(CONFIGS.glob("*.json"))]
     types = [{**dict(type_defaults(name).values), "model_type": name, "dtype": "bfloat16"} for name in FAMILIES]
@@ -319,8 +319,8 @@ def cache_seeds() -> list[bytes]:
     """A prompt cache of eight tokens."""
     import torch
 
-    from llminfer.engine.cache_kinds import make_cache
-    from llminfer.engine.forward import PlainForward as Forward
+    from llminfer.engine.forward.forward import PlainForward as Forward
+    from llminfer.engine.kv_cache.kinds import make_cache
     from llminfer.engine.prompt_cache import save_prompt_cache
     from llminfer.params import CacheOptions
 
@@ -528,11 +528,10 @@ def run_guided(name: str, *, inputs: int, seed: int, cpu_s: float, report: Path)
     import atheris
 
     with atheris.instrument_imports(include=["llminfer"]):
-        import llminfer.engine.checkpoint
-        import llminfer.engine.transcript
+        import llminfer.engine.checkpoints.checkpoint
         import llminfer.jobs
-        import llminfer.kv.families
         import llminfer.kv.gguf_layers
+        import llminfer.kv.rules.families
         import llminfer.render.kv_json  # noqa: F401
     target, kinds = TARGETS[name], set()
     place = Path(tempfile.mkdtemp(dir=_memory_disk()))

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from llminfer.engine.batch import BatchLoad, Row, decode_batch
-from llminfer.engine.clock import Clock
-from llminfer.engine.forward import make_forward
+from llminfer.engine.batch_loop import BatchLoad, Row, decode_batch
+from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.loop import decode
-from llminfer.engine.sampler import make_sampler
-from llminfer.engine.stop import Output, StopMatcher
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.sampling.sampler import make_sampler
+from llminfer.engine.text.output import Output, StopMatcher
 from llminfer.events import Finished, Step
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import ModelKV

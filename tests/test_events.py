@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llminfer.engine.clock import Clock
 from llminfer.engine.loop import decode
-from llminfer.engine.sampler import Draw
-from llminfer.engine.stop import Output, StopMatcher
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.sampling.sampler import Draw
+from llminfer.engine.text.output import Output, StopMatcher
 from llminfer.events import Finished, Started, Step, Trace, percentile
 from llminfer.params import SamplingParams, StopCriteria
 

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from llminfer.engine.detokenizer import byte_level_alphabet
+from llminfer.engine.text.detokenizer import byte_level_alphabet
 
 BOS, EOS, TURN_END = "<s>", "</s>", "<|turn_end|>"
 CHAT_TEMPLATE = (

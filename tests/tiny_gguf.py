@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from llminfer.engine.detokenizer import byte_level_alphabet
+from llminfer.engine.text.detokenizer import byte_level_alphabet
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, LAYERS, CONTEXT = 64, 96, 4, 2, 2, 128
 CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"

@@ -119,7 +119,7 @@ def make_generate(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
 def make_llminfer(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
     """Our loop with all that a user gets: sampler, text and events. The first step's forward is the prefill."""
     from llminfer.api import load
-    from llminfer.engine.run import generate
+    from llminfer.engine.generate import generate
     from llminfer.events import Trace
     from llminfer.params import CacheOptions, SamplingParams, StopCriteria
 

@@ -17,9 +17,9 @@ from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_mo
 from llminfer.cli.options import check_flags
 from llminfer.cli.standard_streams import write_text
 from llminfer.cli.stream import stream, text_of
-from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
 from llminfer.params import CacheOptions, Execution, Speculation, StopCriteria, make_speculation
+from llminfer.transcript import Message, Transcript, read_transcript, write_transcript
 
 if TYPE_CHECKING:
     from llminfer.engine.conversation import Conversation
@@ -80,7 +80,7 @@ def chat(
         dtype=dtype,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
-        talks=not quiet,
+        verbose=not quiet,
         execution=Execution(weights=weights, engine=engine, compiled=compiled),
     )
     check_flags(flags, max_new_tokens)
@@ -132,7 +132,7 @@ def _start(
         model=loaded.name,
         begin=begin,
         startup_s=startup_s,
-        talks=choice.talks,
+        verbose=choice.verbose,
         debug=debug,
     )
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -149,7 +149,7 @@ class _Session:
     model: str
     begin: tuple[Message, ...]
     startup_s: Mapping[str, float]
-    talks: bool
+    verbose: bool
     debug: bool
     last: Trace | None = None
     said_notes: set[str] = field(default_factory=set)
@@ -157,7 +157,7 @@ class _Session:
 
     def say(self, text: str) -> None:
         """Tell the user something, unless only the answers are wanted."""
-        if self.talks:
+        if self.verbose:
             say(text)
 
     def go_on_with(self, transcript: Transcript) -> None:
@@ -221,7 +221,7 @@ def _answer(session: _Session, text: str) -> None:
     if not trace.text.endswith("\n"):
         write_text("\n")
     session.last = trace
-    if session.talks:
+    if session.verbose:
         _print_turn(session, trace)
     error = trace.finished.error if trace.finished is not None else None
     if isinstance(error, LlminferError):

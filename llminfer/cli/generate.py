@@ -36,7 +36,7 @@ from llminfer.text import decode_text, without_line_end
 from llminfer.units import to_json
 
 if TYPE_CHECKING:
-    from llminfer.engine.load import LoadedModel
+    from llminfer.engine.model import LoadedModel
     from llminfer.events import Finished, Step, Trace
 
 
@@ -182,7 +182,7 @@ def generate(
             dtype=dtype,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
-            talks=not quiet and not json_output,
+            verbose=not quiet and not json_output,
         ),
         output=_Output(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
         bad_words=tuple(bad_words or ()),
@@ -227,7 +227,7 @@ class _Output:
     token_ids: bool
 
     @property
-    def talks(self) -> bool:
+    def verbose(self) -> bool:
         """Whether progress and summary go to standard error."""
         return not self.quiet and not self.json
 
@@ -356,9 +356,9 @@ def _run(request: _Request, *, debug: bool) -> int:
     loaded, draft = _load(request, startup_s)
     if request.num_samples > 1:
         return _run_samples(request, loaded, startup_s)
-    from llminfer.engine.run import generate as generate_events
+    from llminfer.engine.generate import generate as generate_events
 
-    compiles = request.output.talks and request.choice.execution.compiled
+    compiles = request.output.verbose and request.choice.execution.compiled
     with status("compiling the decode step", compiles):
         events = generate_events(
             loaded,
@@ -376,7 +376,7 @@ def _run(request: _Request, *, debug: bool) -> int:
         write_text(request.text)
     output = request.output
     shown = None if output.json else _id_line if output.token_ids else text_of
-    trace = stream(events, announce=output.talks, show=shown)
+    trace = stream(events, announce=output.verbose, show=shown)
     if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
     return _finish(trace, request.output, startup_s, debug=debug)
@@ -398,7 +398,7 @@ def _id_line(event: Step | Finished) -> str:
 
 def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
     """Several samples of one prompt: each text on lines of its own, or all in one document."""
-    from llminfer.engine.many import BatchPeak, run_samples
+    from llminfer.engine.batch_generate import BatchPeak, run_samples
     from llminfer.render.document import samples_document
 
     peak = BatchPeak()
@@ -416,12 +416,12 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
     if request.output.json:
         write_text(to_json(samples_document(traces, startup_s, asdict(peak))) + "\n")
     for number, trace in enumerate(traces if not request.output.json else ()):
-        if request.output.talks and trace.started is not None and trace.finished is not None:
+        if request.output.verbose and trace.started is not None and trace.finished is not None:
             seed, reason = trace.started.sampling.seed, trace.finished.reason
             say(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}")
         shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
         write_text((request.text if request.output.echo else "") + shown + "\n")
-    if request.output.talks:
+    if request.output.verbose:
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
         say(f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}")
     reasons = [trace.finished.reason for trace in traces if trace.finished is not None]
@@ -430,14 +430,14 @@ def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str,
 
 def _run_many(request: _Request) -> int:
     from llminfer.cli.prompts import write_results
-    from llminfer.engine.many import run_jobs
+    from llminfer.engine.batch_generate import run_jobs
     from llminfer.engine.prompt_cache import model_digest
 
     many, output = request.many, request.output
     settings = _settings(request)
     jobs = many.jobs(request.stop, settings)
     if not jobs:
-        if output.talks:
+        if output.verbose:
             say(f"nothing to do: {many.output} has every line")
         return 0
     startup_s: dict[str, float] = {}
@@ -446,7 +446,7 @@ def _run_many(request: _Request) -> int:
     if many.output is not None and loaded.folder is not None:
         origin["model_digest"] = model_digest(loaded.folder)
         note = many.check_model(loaded.name, origin["model_digest"])
-        if note is not None and output.talks:
+        if note is not None and output.verbose:
             say(f"note: {note}")
     results = run_jobs(
         loaded,
@@ -460,7 +460,7 @@ def _run_many(request: _Request) -> int:
     with interrupts() as interrupt:
         interrupt.may_wait = True
         lines = [job.line for job in jobs]
-        return write_results(results, lines, many, interrupt, talks=output.talks, origin=origin)
+        return write_results(results, lines, many, interrupt, verbose=output.verbose, origin=origin)
 
 
 def _settings(request: _Request) -> str:
@@ -488,7 +488,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         from llminfer.render.document import run_document
 
         write_text(to_json(run_document(trace, startup_s)) + "\n")
-    if output.talks or output.steps:
+    if output.verbose or output.steps:
         from llminfer.render.console import make_console
         from llminfer.render.steps import step_table
         from llminfer.render.summary import summary
@@ -497,7 +497,7 @@ def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, de
         drafts = trace.started is not None and trace.started.speculation is not None
         for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
             console.print(line)
-        for text in summary(trace, startup_s) if output.talks else ():
+        for text in summary(trace, startup_s) if output.verbose else ():
             console.print(text)
     if isinstance(finished.error, LlminferError):
         if debug:

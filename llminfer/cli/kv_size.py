@@ -16,9 +16,9 @@ from llminfer.errors import DoesNotFit, InvalidParams, LlminferError, Unsupporte
 from llminfer.units import format_bytes, parse_bytes, parse_counts, to_json
 
 if TYPE_CHECKING:
-    from llminfer.kv.answers import Answer, CheckRow
     from llminfer.kv.budget import Memory
     from llminfer.kv.layer import ModelKV
+    from llminfer.kv.results import Answer, CheckRow
     from llminfer.kv.sources import Source
 
 FORMATS = ("table", "plain", "json", "csv", "markdown")
@@ -265,7 +265,7 @@ def _model(source: Source) -> ModelKV:
 
         return read_gguf_model(source.gguf)
     from llminfer.errors import UnknownConfigField
-    from llminfer.kv.families import read_model, why_no_rule
+    from llminfer.kv.rules.families import read_model, why_no_rule
 
     config = source.config or {}
     name = "standard input" if source.name == "-" else source.name
@@ -289,7 +289,7 @@ def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
     if find_spec("transformers") is None or find_spec("torch") is None:
         return None
     try:
-        from llminfer.engine.dryrun import dry_run_model
+        from llminfer.engine.kv_cache.dry_run import dry_run_model
     except ImportError:
         return None
     say(f"note: {config['model_type']} is not in the tables: running its classes without weights")
@@ -302,7 +302,7 @@ def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
 
 def _answers(question: Question, model: ModelKV, source: Source | None, verify: bool) -> list[Answer]:
     """One answer for each runtime, number of ranks, batch and length, in this order."""
-    from llminfer.kv.split import shard
+    from llminfer.kv.tensor_parallel import shard
 
     answers: list[Answer] = []
     for runtime in question.runtimes:
@@ -354,9 +354,9 @@ def _answer(
     memory: Memory | None,
 ) -> Answer:
     """The footprint, and what fits; with `all` runtimes one that cannot hold the model says why instead."""
-    from llminfer.kv.answers import Answer
     from llminfer.kv.budget import budget
     from llminfer.kv.footprint import footprint
+    from llminfer.kv.results import Answer
 
     asked: dict[str, Any] = {"runtime": runtime, "tp": ranks, **question.dtypes}
     try:
@@ -395,16 +395,16 @@ def _verified(answer: Answer, source: Source | None) -> Answer:
 
 def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
     from llminfer.cli.loading import no_data
-    from llminfer.engine.checkpoint import check_docstrings
-    from llminfer.kv.answers import CheckRow
+    from llminfer.engine.checkpoints.checkpoint import check_docstrings
     from llminfer.kv.footprint import footprint
+    from llminfer.kv.results import CheckRow
 
     found = answer.footprint
     assert found is not None
     asked: dict[str, Any] = {"tokens": answer.tokens, "steps": 2, "batch": answer.batch, "dtype": found.dtype}
     check_docstrings()
     with no_data():
-        from llminfer.engine.dryrun import dry_run
+        from llminfer.engine.kv_cache.dry_run import dry_run
 
         try:
             moments = dry_run(dict(config), **asked)
@@ -478,8 +478,8 @@ def _total(answer: Answer) -> int:
 
 
 def _plot(question: Question, answers: list[Answer], target: str) -> None:
-    from llminfer.kv.answers import Curve
     from llminfer.kv.footprint import total_bytes
+    from llminfer.kv.results import Curve
     from llminfer.render import kv_plot
     from llminfer.render.console import wants_color
 

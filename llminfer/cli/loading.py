@@ -16,13 +16,13 @@ from llminfer.errors import UsageError
 from llminfer.params import DEVICE, DTYPES, CacheOptions, Execution, Speculation
 
 if TYPE_CHECKING:
-    from llminfer.engine.checkpoint import Checkpoint
-    from llminfer.engine.load import LoadedModel
+    from llminfer.engine.checkpoints.checkpoint import Checkpoint
+    from llminfer.engine.model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """Which model to load and how; `talks` when progress goes to standard error."""
+    """Which model to load and how; `verbose` when progress goes to standard error."""
 
     model: str | None
     revision: str | None
@@ -31,7 +31,7 @@ class ModelChoice:
     dtype: str
     allow_pickle: bool
     trust_remote_code: bool
-    talks: bool
+    verbose: bool
     execution: Execution = field(default_factory=Execution)
 
 
@@ -93,7 +93,7 @@ def load_with_draft(
 
 def _inspect(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Checkpoint]:
     choice.execution.check_placed(device=choice.device, dtype=choice.dtype)
-    from llminfer.engine.checkpoint import check_docstrings, inspect_checkpoint
+    from llminfer.engine.checkpoints.checkpoint import check_docstrings, inspect_checkpoint
 
     check_docstrings()
     name, folder = _find_folder(choice, startup_s)
@@ -115,7 +115,7 @@ def _load(
     speculation: Speculation | None,
     draft: LoadedModel | None = None,
 ) -> LoadedModel:
-    with status(f"loading {name}", choice.talks):
+    with status(f"loading {name}", choice.verbose):
         with timed("import", startup_s):
             from llminfer.engine.load import load
         with timed("load", startup_s):
@@ -135,14 +135,14 @@ def _load(
 def _find_folder(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str, Path]:
     """The model's name and its checkpoint folder."""
     model, revision = choice.model, choice.revision
-    from llminfer.engine.reference import find_reference
+    from llminfer.engine.checkpoints.locate import find_reference
 
     if model is None:
-        from llminfer.engine import default_model
+        from llminfer.engine.checkpoints import builtin
 
-        path = default_model.require_default_model()
-        defaults = default_model.DEFAULT_GENERATION
-        return default_model.DEFAULT_MODEL_NAME, _convert(path, choice.talks, startup_s, defaults)
+        path = builtin.require_default_model()
+        defaults = builtin.DEFAULT_GENERATION
+        return builtin.DEFAULT_MODEL_NAME, _convert(path, choice.verbose, startup_s, defaults)
     reference = find_reference(model, revision=revision)
     if reference.kind == "hub" or reference.path is None:
         with timed("fetch", startup_s):
@@ -150,13 +150,13 @@ def _find_folder(choice: ModelChoice, startup_s: dict[str, float]) -> tuple[str,
     if revision is not None:
         raise UsageError(f"--revision is for Hub models, and {model} is a local path", hint="drop --revision")
     if reference.kind == "gguf":
-        return reference.path.stem, _convert(reference.path, choice.talks, startup_s, None)
+        return reference.path.stem, _convert(reference.path, choice.verbose, startup_s, None)
     return reference.path.resolve().name, reference.path
 
 
 def _fetch(choice: ModelChoice, model: str, revision: str | None) -> Path:
     """The folder of a Hub model: its config first, so that what cannot run is refused before its weights come."""
-    from llminfer.engine.architecture import check_model_type
+    from llminfer.engine.models.support import check_model_type
     from llminfer.hub import fetch_checkpoint, fetch_config
     from llminfer.kv.config import load_config
 
@@ -167,24 +167,24 @@ def _fetch(choice: ModelChoice, model: str, revision: str | None) -> Path:
         revision=revision,
         allow_pickle=choice.allow_pickle,
         code=choice.trust_remote_code,
-        progress=choice.talks and sys.stderr.isatty(),
+        progress=choice.verbose and sys.stderr.isatty(),
     )
 
 
 def _convert(
-    path: Path, talks: bool, startup_s: dict[str, float], generation_defaults: Mapping[str, object] | None
+    path: Path, verbose: bool, startup_s: dict[str, float], generation_defaults: Mapping[str, object] | None
 ) -> Path:
     """The checkpoint of a GGUF file: found in the cache, else converted, with a bar on standard error."""
-    from llminfer.engine.checkpoint_cache import cached_checkpoint
+    from llminfer.engine.checkpoints.conversions import cached_checkpoint
 
     folder = cached_checkpoint(path, generation_defaults=generation_defaults)
     if folder is not None:
         return folder
     from llminfer.render.progress import progress_bar
 
-    with progress_bar(f"converting {path.name}, once", shown=talks) as advance:
+    with progress_bar(f"converting {path.name}, once", shown=verbose) as advance:
         with timed("import", startup_s):
-            from llminfer.engine.gguf import checkpoint_for_gguf
+            from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
         with timed("convert", startup_s):
             return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
 
@@ -221,9 +221,9 @@ def quick_start() -> Iterator[None]:
 
 
 @contextmanager
-def status(text: str, talks: bool) -> Iterator[None]:
+def status(text: str, verbose: bool) -> Iterator[None]:
     """A line on the terminal while something is under way, gone afterwards."""
-    if not talks or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not verbose or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
     from llminfer.render.console import make_console

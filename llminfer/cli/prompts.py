@@ -17,7 +17,7 @@ from llminfer.params import StopCriteria, check_range, check_writable
 from llminfer.units import to_json
 
 if TYPE_CHECKING:
-    from llminfer.engine.many import JobResult
+    from llminfer.engine.batch_generate import JobResult
 
 _OTHER_OUTPUT = "name another --output"
 
@@ -107,7 +107,7 @@ def write_results(
     many: ManyPrompts,
     interrupt: Interrupt,
     *,
-    talks: bool,
+    verbose: bool,
     origin: Mapping[str, str],
 ) -> int:
     """Write each result when all before it are written; whatever ends the run, those that are ready are written.
@@ -125,7 +125,7 @@ def write_results(
     order = iter(lines)
     due = next(order, None)
     try:
-        with count_bar("prompts", shown=talks) as advance:
+        with count_bar("prompts", shown=verbose) as advance:
             for result in _drain(results, interrupt):
                 record = {**job_record(result.job, result.trace, result.error), **origin}
                 reason = record.get("finish_reason")

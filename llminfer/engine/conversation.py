@@ -14,19 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
-from llminfer.engine.clock import Clock
-from llminfer.engine.continuation import Continuation, exact_length, feed, try_continuation
-from llminfer.engine.device import synchronizer
-from llminfer.engine.forward import Forward, WrappedForward, make_forward
-from llminfer.engine.generation_defaults import effective_sampling
-from llminfer.engine.load import LoadedModel
-from llminfer.engine.prompt import Prompt, check_ids, encode_messages
-from llminfer.engine.run import run_prompt
-from llminfer.engine.speculate import Drafting, make_drafting
-from llminfer.engine.transcript import Message
+from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, exact_length, feed
+from llminfer.engine.forward.forward import Forward, WrappedForward, make_forward
+from llminfer.engine.generate import run_prompt
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.machine.device import synchronizer
+from llminfer.engine.model import LoadedModel
+from llminfer.engine.sampling.resolve import effective_sampling
+from llminfer.engine.speculative_loop import Drafting, make_drafting
+from llminfer.engine.text.prompt import Prompt, check_ids, encode_messages
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
 from llminfer.params import CacheOptions, Speculation, StopCriteria
+from llminfer.transcript import Message
 
 
 class Conversation:
@@ -66,7 +66,7 @@ class Conversation:
         self._drafting()
         self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
         self._forward: _PacedForward | None = None
-        self._way: Continuation | None = Continuation.NEVER if self._cache == "none" else None
+        self._feed_mode: FeedMode | None = FeedMode.NEVER if self._cache == "none" else None
         self._exact_length = exact_length(loaded.model.config)
         self.messages: tuple[Message, ...] = tuple(messages)
 
@@ -88,8 +88,8 @@ class Conversation:
         loaded = self._loaded
         asked = (*self.messages, Message(role="user", content=text))
         params, sampling_notes = effective_sampling(self._sampling, loaded.generation_defaults)
-        if self._way is None:  # before the clock starts, since it is no part of any answer
-            self._way = try_continuation(loaded.model, self._encode(asked).ids)
+        if self._feed_mode is None:  # before the clock starts, since it is no part of any answer
+            self._feed_mode = choose_feed_mode(loaded.model, self._encode(asked).ids)
         clock = Clock(synchronizer(loaded.device))
         prompt = self._encode(asked)
         tokenize_s = clock.lap()
@@ -137,8 +137,8 @@ class Conversation:
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
         options = CacheOptions(kind=self._cache)
-        forward = make_forward(self._loaded.model, options=options, way=self._loaded.way_for(options))
-        self._forward = _PacedForward(forward, self._way)
+        forward = make_forward(self._loaded.model, options=options, factory=self._loaded.forward_factory_for(options))
+        self._forward = _PacedForward(forward, self._feed_mode)
         return self._forward, 0, notes
 
     def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:
@@ -149,7 +149,7 @@ class Conversation:
             return everything
         if self._exact_length is not None and longest > self._exact_length:
             return f"beyond {self._exact_length} tokens this model's keys depend on the length, so {everything}"
-        if self._way is Continuation.NEVER:
+        if self._feed_mode is FeedMode.NEVER:
             return f"this model does not go on from a cache exactly, so {everything}"
         if not kept.crop(shared):
             return f"the last turn is written differently now and this cache cannot be cropped, so {everything}"
@@ -185,15 +185,15 @@ class Conversation:
 class _PacedForward(WrappedForward):
     """A forward that feeds new tokens on top of its cache in the way that the model allows."""
 
-    __slots__ = ("_way",)
+    __slots__ = ("_feed_mode",)
 
-    def __init__(self, forward: Forward, way: Continuation | None) -> None:
+    def __init__(self, forward: Forward, mode: FeedMode | None) -> None:
         super().__init__(forward)
-        self._way = way
+        self._feed_mode = mode
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        way = self._way if self.ids and self._way is not None else Continuation.TOGETHER
-        return feed(self._forward, new_ids, way)
+        mode = self._feed_mode if self.ids and self._feed_mode is not None else FeedMode.TOGETHER
+        return feed(self._forward, new_ids, mode)
 
 
 def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -6,7 +6,6 @@ import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,21 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from transformers.utils import is_peft_available
 from transformers.utils import logging as transformers_logging
 
-from llminfer.engine.architecture import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
-from llminfer.engine.cache_kinds import check_cache
-from llminfer.engine.checkpoint import Checkpoint
-from llminfer.engine.checkpoint_cache import read_manifest
-from llminfer.engine.compiled import CompiledStep
-from llminfer.engine.device import choose_device, choose_dtype, is_out_of_memory
-from llminfer.engine.execution import check_execution, load_dtype, prepare_execution
-from llminfer.engine.foreign_errors import foreign_errors
-from llminfer.engine.forward import Way
-from llminfer.engine.packing import held_parts
-from llminfer.engine.speculate import check_speculation, check_vocabularies
-from llminfer.engine.wide_matmul import widen_slow_products
+from llminfer.engine.backend import check_execution, load_dtype, prepare_execution
+from llminfer.engine.checkpoints.checkpoint import Checkpoint
+from llminfer.engine.checkpoints.conversions import read_manifest
+from llminfer.engine.kv_cache.kinds import check_cache
+from llminfer.engine.machine.device import choose_device, choose_dtype, is_out_of_memory
+from llminfer.engine.machine.library_errors import foreign_errors
+from llminfer.engine.model import LoadedModel
+from llminfer.engine.models.support import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
+from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
+from llminfer.engine.weights.packing import held_parts
+from llminfer.engine.weights.upcast import widen_slow_products
 from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.context import scaled_context
-from llminfer.kv.families import read_model
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.rules.families import read_model
 from llminfer.params import CacheOptions, Execution, Speculation
 
 # a config states its own dtype under this name; older files under the second
@@ -39,50 +37,6 @@ _DTYPE_FIELDS = ("dtype", "torch_dtype")
 # what says in a config that weights are packed, and by what
 _QUANTIZERS = ("quant_method", "load_in_4bit", "load_in_8bit")
 _OTHER_CLASS = "is the download incomplete, or the checkpoint one of another class?"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model ready to run.
-
-    Attributes:
-        kv: what the model caches; None when it cannot be predicted, and `kv_unpredicted` says why.
-        generation_defaults: what the checkpoint's generation_config states, and nothing else.
-        notes: what the user should know, such as a dtype that is not the checkpoint's.
-        load_s: from the first look at the files until the weights were on the device.
-        folder: where the weights are.
-        execution: what carries out the arithmetic.
-        weights_parts: bytes of all that the model holds, by part: parameters, buffers and packed weights.
-        way: how to feed the model over a growing cache, where it is not the model's own way.
-        compiled_steps: the compiled steps made so far, by the tokens that their caches have room for.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    dtype: torch.dtype
-    kv: ModelKV | None
-    kv_unpredicted: str | None
-    generation_defaults: Mapping[str, Any]
-    eos_ids: frozenset[int]
-    context_limit: int | None
-    notes: tuple[str, ...]
-    load_s: float
-    folder: Path | None = None
-    execution: Execution = field(default_factory=Execution)
-    weights_parts: Mapping[str, int] | None = None
-    way: Way | None = None
-    compiled_steps: dict[int, CompiledStep] = field(default_factory=dict)
-
-    @property
-    def weights_bytes(self) -> int | None:
-        """Bytes of all that the model holds."""
-        return None if self.weights_parts is None else sum(self.weights_parts.values())
-
-    def way_for(self, options: CacheOptions) -> Way | None:
-        """How to feed the model over such a cache, None for its own way."""
-        return self.way if options.name == "growing" else None
 
 
 def load(
@@ -168,7 +122,7 @@ def load(
         folder=checkpoint.folder,
         execution=execution,
         weights_parts=held_parts(model),
-        way=prepared.way,
+        forward_factory=prepared.factory,
     )
 
 

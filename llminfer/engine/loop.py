@@ -6,10 +6,10 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from llminfer.engine.clock import Clock
-from llminfer.engine.forward import Forward
-from llminfer.engine.sampler import Sampler
-from llminfer.engine.stop import Output
+from llminfer.engine.forward.forward import Forward
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.sampling.sampler import Sampler
+from llminfer.engine.text.output import Output
 from llminfer.events import Finished, FinishReason, Step
 
 

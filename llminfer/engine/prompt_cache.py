@@ -36,13 +36,13 @@ from transformers.cache_utils import (
 )
 
 from llminfer.atomic import replacing
-from llminfer.engine.cache import WHOLE_CACHES
-from llminfer.engine.cache_kinds import Fed, make_cache, predict_cache
-from llminfer.engine.checkpoint_cache import file_digest
-from llminfer.engine.forward import Forward
-from llminfer.engine.growing_cache import GrowingLayer, GrowingSlidingLayer
-from llminfer.engine.load import LoadedModel
-from llminfer.engine.window_cache import WindowLayer
+from llminfer.engine.forward.forward import Forward
+from llminfer.engine.kv_cache.growing import GrowingLayer, GrowingSlidingLayer
+from llminfer.engine.kv_cache.kinds import TokenSchedule, make_cache, predict_cache
+from llminfer.engine.kv_cache.tensors import WHOLE_CACHES
+from llminfer.engine.kv_cache.window import WindowLayer
+from llminfer.engine.machine.disk_cache import file_digest
+from llminfer.engine.model import LoadedModel
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
 from llminfer.foreign import parse_json
 from llminfer.params import CacheOptions
@@ -243,7 +243,7 @@ def _check_sizes(
     kv = replace(loaded.kv, dtype=str(loaded.dtype).removeprefix("torch."))
     if options.kind == "growing":  # without the places that hold nothing, its tensors are a dynamic cache's
         options = replace(options, kind="dynamic")
-    predicted = predict_cache(options, kv, Fed(prompt=(tokens,), steps=0, room=tokens))
+    predicted = predict_cache(options, kv, TokenSchedule(prompt=(tokens,), steps=0, room=tokens))
     if predicted is None or len(predicted.layer_bytes) != len(tensors):
         return
     for index, (parts, expected) in enumerate(zip(tensors, predicted.layer_bytes, strict=True)):

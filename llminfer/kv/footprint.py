@@ -12,7 +12,7 @@ from llminfer.kv.layer import LayerKV, ModelKV
 from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request, Runtime
 from llminfer.kv.runtimes.table import runtime as runtime_row
 from llminfer.kv.runtimes.transformers_dynamic import kept_tokens
-from llminfer.kv.split import shard
+from llminfer.kv.tensor_parallel import shard
 from llminfer.units import format_bytes
 
 __all__ = ["Footprint", "footprint", "kept_tokens", "total_bytes"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import Any
 
-from llminfer.kv.answers import Answer, CheckRow
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
+from llminfer.kv.results import Answer, CheckRow
 from llminfer.units import format_bytes, visible
 
 NONE = "–"

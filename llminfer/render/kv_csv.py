@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from io import StringIO
 
-from llminfer.kv.answers import Answer
+from llminfer.kv.results import Answer
 
 COLUMNS = (
     *("model", "model_type", "method", "runtime", "release", "tokens", "batch", "tp", "k_dtype", "v_dtype"),

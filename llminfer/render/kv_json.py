@@ -9,10 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from llminfer.kv.answers import Answer, CheckRow
 from llminfer.kv.budget import Budget
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
+from llminfer.kv.results import Answer, CheckRow
 from llminfer.kv.runtimes.records import LayerBytes
 from llminfer.units import to_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llminfer.kv.answers import Answer
+from llminfer.kv.results import Answer
 from llminfer.render.kv_columns import (
     CHECK_HEADINGS,
     FIELD_HEADINGS,

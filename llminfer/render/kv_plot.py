@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import UsageError
-from llminfer.kv.answers import Curve
+from llminfer.kv.results import Curve
 
 SUFFIXES = (".png", ".svg", ".html")
 _POINTS = 240

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from llminfer.kv.answers import Answer
+from llminfer.kv.results import Answer
 from llminfer.render.kv_columns import (
     CHECK_HEADINGS,
     FIELD_HEADINGS,

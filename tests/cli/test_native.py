@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from llminfer.cli.app import run
-from llminfer.engine.checkpoint import inspect_checkpoint
-from llminfer.engine.load import LoadedModel, load
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.generate import generate
+from llminfer.engine.load import load
+from llminfer.engine.model import LoadedModel
 from llminfer.engine.native import build
 from llminfer.engine.native.library import library
-from llminfer.engine.run import generate
 from llminfer.events import Trace
 from llminfer.params import Execution, StopCriteria
 from tests.tiny_checkpoints import save_tiny_checkpoint

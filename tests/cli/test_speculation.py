@@ -97,7 +97,7 @@ def test_the_document_counts_drafts_and_forwards(run_cli: Cli, scripted: Scripte
 def test_a_model_drafts_and_its_cache_is_counted_too(
     run_cli: Cli, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llminfer.engine.speculate.relative_cost", lambda draft, loaded: 0.0)
+    monkeypatch.setattr("llminfer.engine.speculative_loop.relative_cost", lambda draft, loaded: 0.0)
     tokenizer = byte_level_tokenizer()
     draft = save_tiny_checkpoint(tmp_path, tiny_config("gpt2", vocab_size=len(tokenizer)), tokenizer=tokenizer)
     out, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos", "--json")

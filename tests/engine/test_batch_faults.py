@@ -15,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llminfer.cli.prompts import ManyPrompts, write_results
-from llminfer.engine import many
-from llminfer.engine.batch import Row, decode_batch
-from llminfer.engine.checkpoint import inspect_checkpoint
-from llminfer.engine.clock import Clock
-from llminfer.engine.joined_cache import JoinedCache
-from llminfer.engine.load import LoadedModel, load
-from llminfer.engine.many import run_jobs
-from llminfer.engine.run import generate
-from llminfer.engine.sampler import make_sampler
+from llminfer.engine import batch_generate as many
+from llminfer.engine.batch_generate import run_jobs
+from llminfer.engine.batch_loop import Row, decode_batch
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.generate import generate
+from llminfer.engine.kv_cache.batched import JoinedCache
+from llminfer.engine.load import load
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.model import LoadedModel
+from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.events import Finished, Trace
 from llminfer.jobs import Job, read_jobs
 from llminfer.params import SamplingParams, StopCriteria
-from tests.engine.test_batch import CONFIGS, alone, collect, output_of
+from tests.engine.test_batch_loop import CONFIGS, alone, collect, output_of
 
 ERRORS = {
     "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -134,7 +135,7 @@ def test_an_error_at_any_allocation_ends_one_row_at_most_and_changes_no_token(na
 def test_what_breaks_again_and_again_lets_every_row_run_alone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows are never possible: each runs by itself, and gets its tokens."""
     model = tiny("llama")
-    from llminfer.engine import batch
+    from llminfer.engine import batch_loop as batch
 
     owner: Any = batch if broken == "_forward" else JoinedCache
     real = getattr(owner, broken)
@@ -178,7 +179,7 @@ def written(loaded: LoadedModel, folder: Path, mode: Any) -> tuple[int, list[dic
     jobs = [job for job in read_jobs(file, StopCriteria(max_new_tokens=3)) if isinstance(job, Job)]
     results = run_jobs(loaded, jobs, sampling={"seed": 3, "temperature": 0.9}, batch_size=2)
     with mode:
-        code = write_results(results, [1, 2, 3], asked, _NoInterrupt(), talks=False, origin={})
+        code = write_results(results, [1, 2, 3], asked, _NoInterrupt(), verbose=False, origin={})
     return code, [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]], jobs
 
 
@@ -221,7 +222,7 @@ def test_results_that_wait_are_written_when_the_run_breaks(loaded: LoadedModel, 
         raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        write_results(results(), [one.line, two.line], asked, _NoInterrupt(), talks=False, origin={})
+        write_results(results(), [one.line, two.line], asked, _NoInterrupt(), verbose=False, origin={})
     assert b'"line": 2' in output.read_bytes()
 
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from llminfer.engine.checkpoint import inspect_checkpoint
-from llminfer.engine.continuation import Continuation, exact_length, try_continuation
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
 from llminfer.engine.conversation import Conversation
-from llminfer.engine.forward import make_forward
-from llminfer.engine.load import LoadedModel, load
-from llminfer.engine.transcript import Message, Transcript, read_transcript, write_transcript
+from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, exact_length
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.load import load
+from llminfer.engine.model import LoadedModel
 from llminfer.errors import UsageError
 from llminfer.events import Finished, Started, Step, Trace
 from llminfer.params import StopCriteria
+from llminfer.transcript import Message, Transcript, read_transcript, write_transcript
 from tests.engine.test_parity import reference_ids
 from tests.tiny_checkpoints import CHAT_TEMPLATE, byte_level_tokenizer, save_tiny_checkpoint
 
@@ -372,20 +373,20 @@ def test_a_template_that_refuses_is_quoted(tiny: Any) -> None:
 
 
 def test_what_a_handful_of_tokens_shows(tiny: Any) -> None:
-    ways = {name: try_continuation(tiny(name, letters=False).model, range(70, 90)) for name in CONFIGS}
+    ways = {name: choose_feed_mode(tiny(name, letters=False).model, range(70, 90)) for name in CONFIGS}
     # some lose their state when several tokens come at once: their forward feeds one at a time by itself
-    assert set(ways.values()) == {Continuation.TOGETHER}
+    assert set(ways.values()) == {FeedMode.TOGETHER}
 
 
 def test_a_model_that_loses_its_state_is_fed_one_token_at_a_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llminfer.engine.forward.why_one_at_a_time", lambda config: None)
+    monkeypatch.setattr("llminfer.engine.forward.forward.why_one_at_a_time", lambda config: None)
     for name in ("recurrent_gemma", "mamba"):
         model = tiny(name, letters=False).model
-        assert try_continuation(model, range(70, 90)) is Continuation.ONE_BY_ONE
+        assert choose_feed_mode(model, range(70, 90)) is FeedMode.ONE_BY_ONE
 
 
 def test_a_model_whose_forward_fails_is_not_trusted() -> None:
-    assert try_continuation(object(), [1, 2]) is Continuation.NEVER
+    assert choose_feed_mode(object(), [1, 2]) is FeedMode.NEVER
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine.abilities import prepares_by_default
-from llminfer.kv.families import read_model
+from llminfer.engine.models.capabilities import prepares_by_default
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.rules.families import read_model
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from llminfer.engine.checkpoint import inspect_checkpoint
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.generate import generate
 from llminfer.engine.load import load
-from llminfer.engine.run import generate
 from llminfer.errors import GenerationFailed, OutOfMemory
 from llminfer.events import Finished, Started
 
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(
     def fail(*arguments: Any, **options: Any) -> None:
         raise ValueError("no such layer")
 
-    monkeypatch.setattr("llminfer.engine.run.make_forward", fail)
+    monkeypatch.setattr("llminfer.engine.generate.make_forward", fail)
     code, out, err = run_cli("generate", "a", "-m", scripted(PIECES))
     assert (code, out) == (1, b"")
     assert "ValueError: no such layer\nhint: --debug shows where\n" in err

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine.architecture import NOT_ALONE, check_direction, check_inputs, check_model_type, read_architecture
-from llminfer.engine.checkpoint import inspect_checkpoint
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.generate import generate
 from llminfer.engine.load import load
-from llminfer.engine.prompt import encode_prompt
-from llminfer.engine.run import generate
+from llminfer.engine.models.support import NOT_ALONE, check_direction, check_inputs, check_model_type, read_architecture
+from llminfer.engine.text.prompt import encode_prompt
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.events import Finished, Started, Step
-from llminfer.kv.families import read_model
+from llminfer.kv.rules.families import read_model
 from llminfer.params import StopCriteria
 from tests.parity import (
     CANNOT_RUN,

@@ -14,20 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llminfer.engine.clock import Clock
-from llminfer.engine.execution import prepare_execution
-from llminfer.engine.forward import make_forward
-from llminfer.engine.growing_cache import GrowingCache
+from llminfer.engine.backend import prepare_execution
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.kv_cache.growing import GrowingCache
 from llminfer.engine.loop import decode
+from llminfer.engine.machine.clock import Clock
 from llminfer.engine.native import build, decoder, packed
 from llminfer.engine.native.decoder import FAMILIES, why_not_native
 from llminfer.engine.native.forward import NativeForward
 from llminfer.engine.native.library import FORMATS, Library, library
 from llminfer.engine.native.packed import NATIVE_KERNELS, NativeLinear, pack
-from llminfer.engine.packing import pack_model
-from llminfer.engine.sampler import make_sampler
-from llminfer.engine.speculate import decode_drafts
-from llminfer.engine.weights import LazyWeight
+from llminfer.engine.sampling.sampler import make_sampler
+from llminfer.engine.speculative_loop import decode_drafts
+from llminfer.engine.weights.packed_linear import LazyWeight
+from llminfer.engine.weights.packing import pack_model
 from llminfer.errors import LlminferError, UsageError
 from llminfer.events import Step
 from llminfer.params import Execution, SamplingParams
@@ -224,7 +224,7 @@ def test_a_model_with_a_layer_that_no_format_holds_is_run_by_transformers(kind: 
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     prepared = prepare_execution(model, Execution(engine="native", weights=kind), "a model")
-    assert prepared.way is None
+    assert prepared.factory is None
     assert any("not all of its linear layers are packed" in note for note in prepared.notes)
 
 

@@ -10,15 +10,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from llminfer.engine.clock import Clock
-from llminfer.engine.forward import PlainForward, PreparedForward, UncachedForward, make_forward
+from llminfer.engine.forward.forward import PlainForward, PreparedForward, UncachedForward, make_forward
+from llminfer.engine.generate import generate
 from llminfer.engine.loop import decode
-from llminfer.engine.run import generate
-from llminfer.engine.sampler import make_sampler
-from llminfer.engine.stop import Output, StopMatcher
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.sampling.sampler import make_sampler
+from llminfer.engine.text.output import Output, StopMatcher
 from llminfer.events import Started, Step
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import read_model
 from llminfer.params import SamplingParams, StopCriteria
 
 PROMPTS = {

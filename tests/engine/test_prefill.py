@@ -13,16 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine import forward as forward_module
-from llminfer.engine.abilities import NOT_CONTINUED, ONE_AT_A_TIME
-from llminfer.engine.forward import DEFAULT_PREFILL_CHUNK, PlainForward, PreparedForward, make_forward, prefill_chunk
-from llminfer.engine.run import generate
+from llminfer.engine.forward import forward as forward_module
+from llminfer.engine.forward.forward import (
+    DEFAULT_PREFILL_CHUNK,
+    PlainForward,
+    PreparedForward,
+    make_forward,
+    prefill_chunk,
+)
+from llminfer.engine.generate import generate
+from llminfer.engine.models.capabilities import NOT_CONTINUED, ONE_AT_A_TIME
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.events import Started, Step
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import read_model
 from llminfer.params import CacheOptions, StopCriteria
-from tests.engine.test_forward import steps_of
+from tests.engine.forward.test_forward import steps_of
 from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 

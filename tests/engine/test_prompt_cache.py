@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llminfer.engine import prompt_cache
-from llminfer.engine.checkpoint import inspect_checkpoint
-from llminfer.engine.load import LoadedModel, load
+from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.generate import generate
+from llminfer.engine.load import load
+from llminfer.engine.model import LoadedModel
 from llminfer.engine.prompt_cache import load_prompt_cache
-from llminfer.engine.run import generate
 from llminfer.errors import GenerationFailed, LlminferError, PromptCacheMismatch
 from llminfer.events import Finished, Started, Step
 from llminfer.params import CacheOptions, Execution, StopCriteria

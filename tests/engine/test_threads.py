@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llminfer.engine.execution import prepare_execution
-from llminfer.engine.forward import make_forward
+from llminfer.engine.backend import prepare_execution
+from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.native.packed import pack
 from llminfer.errors import GenerationFailed
 from llminfer.params import CacheOptions, Execution
@@ -31,7 +31,7 @@ def runner(model_type: str, execution: Execution, cache: str) -> Run:
 
     def run(prompt: Sequence[int]) -> list[int]:
         with torch.inference_mode():
-            forward = make_forward(model, options=CacheOptions(kind=cache), way=way)
+            forward = make_forward(model, options=CacheOptions(kind=cache), factory=way)
             tokens = [int(forward(prompt).argmax())]
             while len(tokens) < 8:
                 tokens.append(int(forward(tokens[-1:]).argmax()))

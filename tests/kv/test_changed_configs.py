@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine.dryrun import Measurement, dry_run
+from llminfer.engine.kv_cache.dry_run import Measurement, dry_run
 from llminfer.errors import UnsupportedArchitecture
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
-from tests.engine.test_dryrun import LOOKS_AT_VALUES
+from llminfer.kv.rules.families import read_model
+from tests.engine.kv_cache.test_dry_run import LOOKS_AT_VALUES
 from tests.kv.test_every_architecture import CANNOT_RUN, FLOAT32_ONLY, as_json
 from tests.tiny_models import tiny_config, tiny_fields
 

@@ -13,12 +13,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from llminfer.engine.architecture import check_direction
 from llminfer.engine.load import context_limit
+from llminfer.engine.models.support import check_direction
 from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
-from llminfer.kv.direction import ENCODER_DECODERS
-from llminfer.kv.families import DECODER_LAYERS, FAMILIES, read_model
 from llminfer.kv.footprint import footprint, total_bytes
+from llminfer.kv.rules.direction import ENCODER_DECODERS
+from llminfer.kv.rules.families import DECODER_LAYERS, FAMILIES, read_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

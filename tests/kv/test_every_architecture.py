@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from llminfer.engine.dryrun import decode, decode_plainly, measure_model
+from llminfer.engine.kv_cache.dry_run import decode, decode_plainly, measure_model
 from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
-from llminfer.kv.families import FAMILIES, read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import FAMILIES, read_model
 from tests.tiny_models import WINDOW, tiny_config, tiny_fields, tiny_ids, tiny_model, tiny_text_model
 
 # types that transformers cannot run alone, whatever we predict

@@ -13,8 +13,8 @@ import pytest
 
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.kv.config import load_config
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import read_model
 from llminfer.kv.runtimes.table import RUNTIMES
 from llminfer.kv.sources import shipped_configs
 

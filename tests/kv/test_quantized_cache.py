@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import read_model
 
 CONFIG = {
     "vocab_size": 64,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llminfer.kv.families import read_model
 from llminfer.kv.footprint import footprint
+from llminfer.kv.rules.families import read_model
 from tests.tiny_models import tiny_config, tiny_ids, tiny_model
 
 TYPES = ("llama", "gpt2", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "falcon", "deepseek_v3", "mamba2", "jamba")
@@ -18,7 +18,7 @@ def test_predicted_is_what_the_real_cache_allocates(model_type: str, length: int
     import torch
     from transformers import StaticCache
 
-    from llminfer.engine.dryrun import measure_cache
+    from llminfer.engine.kv_cache.dry_run import measure_cache
 
     config = tiny_config(model_type)
     network = tiny_model(config, torch.float32)

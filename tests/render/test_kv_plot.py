@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llminfer.errors import UsageError
-from llminfer.kv.answers import Curve
+from llminfer.kv.results import Curve
 from llminfer.render.kv_plot import draw, points, save
 
 GIB = 1024**3

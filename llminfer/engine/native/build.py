@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from llminfer.engine.checkpoint_cache import CACHE_HINT, cache_folder
+from llminfer.engine.machine.disk_cache import CACHE_HINT, cache_folder
 from llminfer.errors import LlminferError, UsageError
 
 _SOURCES = Path(__file__).parent

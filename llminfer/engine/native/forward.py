@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llminfer.engine.forward import PlainForward
+from llminfer.engine.forward.forward import PlainForward
 from llminfer.engine.native.decoder import Decoder
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from llminfer.errors import UsageError
 from llminfer.kv.runtimes import (
+    growing,
     ideal,
     llama_cpp,
-    llminfer,
     transformers_dynamic,
     transformers_quantized,
     transformers_static,
@@ -20,7 +20,7 @@ RUNTIMES: dict[str, Runtime] = {
         transformers_dynamic.RUNTIME,
         transformers_static.RUNTIME,
         transformers_quantized.RUNTIME,
-        llminfer.RUNTIME,
+        growing.RUNTIME,
         vllm.RUNTIME,
         llama_cpp.RUNTIME,
         ideal.RUNTIME,

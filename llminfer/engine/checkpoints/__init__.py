@@ -1,0 +1,1 @@
+"""Where a model's files are, whether they are whole, and what they are converted to."""

@@ -1,0 +1,1 @@
+"""The caches that hold keys and values: one file a kind, what each layer holds, the dry run."""

@@ -1,0 +1,1 @@
+"""What drafts tokens, and for which models drafts are exact."""

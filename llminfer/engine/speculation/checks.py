@@ -1,0 +1,91 @@
+"""Which models and caches drafts are exact with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llminfer.engine.models.capabilities import layer_types, model_class, text_config, why_one_at_a_time
+from llminfer.errors import UnsupportedArchitecture, UsageError
+from llminfer.params import CacheOptions, Speculation
+
+if TYPE_CHECKING:
+    pass
+
+
+# the caches that can be cut back, each with the kinds of layers in which it can
+_FULL = frozenset({"full_attention", "dummy"})
+
+
+_WITH_WINDOWS = _FULL | {"sliding_attention", "chunked_attention"}
+
+
+_GOES_BACK: Mapping[str, frozenset[str]] = {
+    "dynamic": _WITH_WINDOWS,
+    "growing": _WITH_WINDOWS,
+    "static": _FULL,
+}
+
+
+SPECULATIVE_CACHES = frozenset({*_GOES_BACK, "none"})
+
+
+# several tokens after others get other logits than one after the other, which no signature shows
+NOT_SPECULATIVE: Mapping[str, str] = {}
+
+
+def check_speculation(speculation: Speculation, options: CacheOptions, config: Any, source: str) -> None:
+    """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
+
+    Args:
+        options: the cache that will be asked for.
+        source: names the model in errors.
+
+    Raises:
+        UsageError: for a cache that does not go with it.
+        UnsupportedArchitecture: naming what about the model stands against it.
+    """
+    flag = "--draft" if speculation.kind == "draft-model" else f"--speculate {speculation.kind}"
+    if options.name not in SPECULATIVE_CACHES:
+        what = "--kv-window" if options.window is not None else f"--cache {options.kind}"
+        raise UsageError(f"{flag} does not go with {what}: that cache cannot be cut back", hint="drop one of them")
+    reason = why_not_speculate(config, options.name)
+    if reason is not None:
+        raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {flag}")
+
+
+def why_not_speculate(config: Any, cache: str = "dynamic") -> str | None:
+    """Why a model of this config cannot check a draft in one forward and take it back; None when it can."""
+    text, known = text_config(config), model_class(config)
+    if known is None:
+        return "its code is its own, and may not take several tokens after others"
+    if (one_at_a_time := why_one_at_a_time(config)) is not None:
+        return one_at_a_time
+    if text.model_type in NOT_SPECULATIVE:
+        return NOT_SPECULATIVE[text.model_type]
+    if cache == "none":
+        return None
+    if not known._supports_default_dynamic_cache():
+        return f"{text.model_type} models make a cache of their own"
+    others = sorted(layer_types(config) - _GOES_BACK[cache])
+    return f"the cache of {', '.join(others)} layers cannot be cut back" if others else None
+
+
+def check_vocabularies(draft: Any, tokenizer: Any, *, draft_name: str, source: str) -> None:
+    """Refuse a draft model whose tokenizer is another one, so that its ids mean something else.
+
+    Args:
+        draft: the draft model's tokenizer.
+        tokenizer: that of the model which checks the drafts.
+
+    Raises:
+        UsageError: naming both, and an id that they read differently.
+    """
+    ours, theirs = tokenizer.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sum(theirs.get(token) != token_id for token, token_id in ours.items()) or len(theirs) - len(ours)
+    raise UsageError(
+        f"--draft {draft_name} has another vocabulary than {source}: {differing} tokens differ",
+        hint="take a draft model of the same family, or --speculate prompt-lookup",
+    )

@@ -1,0 +1,233 @@
+"""The loop with drafts: guess several ids, run the model over all of them at once, keep those it draws itself.
+
+Every id is drawn by the run's own sampler from the model's own logits, as `decode` does. A draft only
+decides how many positions one forward computes: as long as the id drawn is the one drafted, the next
+position's logits are those that a forward of its own would give, so the next id is drawn from them.
+The first id that differs is kept, and the cache is cut back to what came before it. So the tokens are
+those of the run without drafts, greedy and sampled, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llminfer.engine.forward.forward import Forward
+from llminfer.engine.kv_cache.tensors import keep_past
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.models.capabilities import text_config
+from llminfer.engine.sampling.sampler import Draw, Sampler
+from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
+from llminfer.engine.speculation.drafters import Drafter, DraftModel, PromptLookup, agreeing, check_cost, relative_cost
+from llminfer.engine.text.output import Output
+from llminfer.errors import GenerationFailed, UsageError
+from llminfer.events import Finished, FinishReason, Step
+from llminfer.params import CacheOptions, Speculation
+
+if TYPE_CHECKING:
+    from llminfer.engine.model import LoadedModel
+
+
+@dataclass(slots=True, kw_only=True)
+class _Drawn:
+    """A token drawn from one position of a forward, and what that took."""
+
+    draw: Draw
+    text: str
+    sampling_s: float
+    text_s: float
+    at_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """One forward: what was drafted for it, what was drawn from it (`first` is its first step), what each part took."""
+
+    first: int
+    output_s: float
+    drafted: Sequence[int] = ()
+    drawn: list[_Drawn] = field(default_factory=list)
+    draft_s: float = 0.0
+    forward_s: float = 0.0
+
+    @property
+    def accepted(self) -> int:
+        """Drafted ids that were the ids drawn."""
+        return agreeing(self.drafted, [token.draw.token_id for token in self.drawn])
+
+
+@torch.inference_mode()
+def decode_drafts(
+    forward: Forward,
+    draft: Drafter,
+    sample: Sampler,
+    output: Output,
+    clock: Clock,
+    *,
+    prompt_ids: Sequence[int],
+    cached: int = 0,
+    draft_tokens: int,
+    exact_length: int | None = None,
+) -> Generator[Step, None, Finished]:
+    """Yield a `Step` for each token, those of one forward right after one another, and return a `Finished`.
+
+    `prompt_ids` are all of them, of which the forward has the first `cached` already. No draft is longer
+    than `draft_tokens`, or reaches beyond `exact_length`, from where on a forward over several ids gives
+    other logits than one after the other. An interrupt at a yield comes after what was drawn already.
+    """
+    ids, undo_s = list(prompt_ids), 0.0
+    # the most that may be fed: the run's last token is not
+    reach = min(len(ids) + output.max_new_tokens - 1, exact_length or sys.maxsize)
+    broken: BaseException | None = None
+    try:
+        while output.reason is None and broken is None:
+            this = _Round(first=len(ids) - len(prompt_ids), output_s=clock.lap())
+            most = min(draft_tokens, reach - len(ids)) if this.first else 0  # the prompt goes alone
+            broken = _forward_and_draw(this, forward, draft, sample, output, clock, ids, most)
+            this.draft_s += undo_s
+            ids += [token.draw.token_id for token in this.drawn]
+            if len(ids) > len(prompt_ids) and not forward.crop(len(ids) - 1):  # the newest token is not cached
+                broken = broken or GenerationFailed("the cache cannot be cut back to what was accepted")
+            undo_s = clock.lap()
+            steps = [*_steps(this, output, len(ids) - 1, forward.kv_bytes)]
+            clock.lap()  # making the records is in no part of a step, so it shows as unaccounted
+            for step in steps:
+                try:
+                    yield step
+                except KeyboardInterrupt as interrupt:  # what was drawn with this one still comes
+                    broken = broken or interrupt
+            if not this.first:
+                keep_past(forward.cache, True)
+    except (KeyboardInterrupt, Exception) as exception:
+        broken = exception
+    finally:
+        keep_past(forward.cache, False)
+    text = output.flush()
+    interrupted: FinishReason | None = "interrupted" if isinstance(broken, KeyboardInterrupt) else None
+    return Finished(
+        reason=interrupted or ("error" if broken else output.reason) or "error",
+        text=text,
+        detail=output.detail,
+        error=broken if isinstance(broken, Exception) else None,
+        cached_tokens=len(ids) - 1 if len(ids) > len(prompt_ids) else cached,
+        notes=(*forward.notes, *draft.notes, *_length_notes(exact_length, len(ids))),
+    )
+
+
+def _forward_and_draw(
+    this: _Round,
+    forward: Forward,
+    draft: Drafter,
+    sample: Sampler,
+    output: Output,
+    clock: Clock,
+    ids: Sequence[int],
+    most: int,
+) -> BaseException | None:
+    """Draft, feed and draw; what broke it comes back, so that what was drawn before is not lost."""
+    try:
+        this.drafted = draft(ids, most) if most > 0 else ()
+        this.draft_s = clock.lap()
+        logits = _feed(forward, ids, this.drafted)
+        this.forward_s = clock.lap()
+        _draw_while_agreed(this, logits, sample, output, clock)
+    except (KeyboardInterrupt, Exception) as exception:
+        return exception
+    return None
+
+
+def _feed(forward: Forward, ids: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """Feed what is not cached, and the draft; logits after the newest id and each drafted one."""
+    new_ids = ids[len(forward.ids) :]
+    return forward.last([*new_ids, *drafted], len(drafted) + 1) if drafted else forward(new_ids)
+
+
+def _draw_while_agreed(this: _Round, logits: Tensor, sample: Sampler, output: Output, clock: Clock) -> None:
+    """Draw from one position after the other, until the run ends or an id is not the one drafted."""
+    for place in range(len(logits)):
+        draw = sample(logits[place : place + 1])
+        sampling_s = clock.lap()
+        text = output.push(draw.token_id)
+        text_s = clock.lap()
+        this.drawn.append(_Drawn(draw=draw, text=text, sampling_s=sampling_s, text_s=text_s, at_s=clock.elapsed()))
+        if output.reason is not None or draw.token_id not in this.drafted[place : place + 1]:
+            return
+
+
+def _steps(this: _Round, output: Output, cached_tokens: int, kv_bytes: int | None) -> Iterator[Step]:
+    """The records of what one forward gave: the first carries what the forward took."""
+    for place, token in enumerate(this.drawn):
+        first = place == 0
+        yield Step(
+            index=this.first + place,
+            token_id=token.draw.token_id,
+            token_text=output.token_text(token.draw.token_id),
+            text=token.text,
+            logprob=token.draw.logprob,
+            top_logprobs=token.draw.top,
+            output_s=this.output_s if first else 0.0,
+            draft_s=this.draft_s if first else 0.0,
+            forward_s=this.forward_s if first else 0.0,
+            sampling_s=token.sampling_s,
+            text_s=token.text_s,
+            at_s=token.at_s,
+            cached_tokens=cached_tokens,
+            kv_bytes=kv_bytes,
+            drafted=len(this.drafted) if first else 0,
+            accepted=this.accepted if first else 0,
+            shared_forward=not first,
+        )
+
+
+def _length_notes(exact_length: int | None, length: int) -> tuple[str, ...]:
+    if exact_length is None or length <= exact_length:
+        return ()
+    return (f"beyond {exact_length} tokens this model's keys depend on the length, so nothing was drafted there",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What drafts for a run; `draft` is the model that does, None where the text itself does.
+
+    `draft_cost` is a forward of that model, in forwards of the one that checks.
+    """
+
+    speculation: Speculation
+    drafter: Drafter
+    draft: LoadedModel | None = None
+    draft_cost: float | None = None
+
+
+def make_drafting(
+    speculation: Speculation | None, loaded: LoadedModel, draft: LoadedModel | None, options: CacheOptions
+) -> Drafting | None:
+    """What drafts for a run of this model, None without speculation.
+
+    Raises:
+        UsageError: for a draft model that is missing, or not asked for, or has another vocabulary.
+        UnsupportedArchitecture: for a model whose cache cannot be cut back.
+    """
+    wanted = speculation is not None and speculation.kind == "draft-model"
+    if wanted != (draft is not None):
+        raise UsageError("a draft model and speculation of the kind `draft-model` go together", hint="give both")
+    if speculation is None:
+        return None
+    if loaded.execution.compiled:
+        raise UsageError("a compiled step takes one token, so it does not go with speculation", hint="drop one of them")
+    check_speculation(speculation, options, loaded.model.config, loaded.name)
+    check = check_cost(loaded.device.type)
+    if draft is None:
+        return Drafting(speculation=speculation, drafter=PromptLookup(check))
+    check_speculation(speculation, CacheOptions(), draft.model.config, draft.name)
+    check_vocabularies(draft.tokenizer, loaded.tokenizer, draft_name=draft.name, source=loaded.name)
+    cost, vocabulary = relative_cost(draft, loaded), text_config(loaded.model.config).vocab_size
+    drafter = DraftModel(draft, vocabulary, cost=cost, check=check)
+    return Drafting(speculation=speculation, drafter=drafter, draft=draft, draft_cost=cost)
+
+
+# Who may speculate

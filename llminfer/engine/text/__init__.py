@@ -1,0 +1,1 @@
+"""Text in and out: prompts to ids, ids to text, and what ends an output."""

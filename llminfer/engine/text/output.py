@@ -1,0 +1,110 @@
+"""What ends a run: EOS ids, stop texts found over token boundaries and never half printed, the token limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from llminfer.engine.text.detokenizer import Detokenizer
+from llminfer.events import FinishReason
+
+
+@dataclass(slots=True)
+class StopMatcher:
+    """Lets text through until a stop text is complete; the first to be complete wins.
+
+    Text that may be the beginning of a stop text is held until that is decided. Of two that
+    complete at the same character the longer wins, so the result does not depend on how the text
+    was cut into pieces.
+    """
+
+    stops: Sequence[str]
+    held: str = ""
+    matched: str | None = None
+    _held_shown: bytes = b""  # for each held character, whether it is to be shown
+    _longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._longest = max(map(len, self.stops), default=0)
+
+    def push(self, text: str, hidden: str = "") -> str:
+        """Take more text, and what comes after it and is never shown; return what is safe to show.
+
+        After a match nothing more comes out.
+        """
+        if not self._longest or self.matched is not None:
+            return text if self.matched is None else ""
+        buffer, shown = self.held + text + hidden, self._held_shown + b"\1" * len(text) + b"\0" * len(hidden)
+        found = min(((at + len(stop), at, stop) for stop in self.stops if (at := buffer.find(stop)) >= 0), default=None)
+        if found is not None:
+            _, end, self.matched = found
+            self.held, self._held_shown = "", b""
+        else:
+            end = len(buffer) - self._held_length(buffer)
+            self.held, self._held_shown = buffer[end:], shown[end:]
+        return "".join(compress(buffer[:end], shown))
+
+    def flush(self) -> str:
+        """The held text, once no more text will come."""
+        text = "".join(compress(self.held, self._held_shown))
+        self.held, self._held_shown = "", b""
+        return text
+
+    def _held_length(self, buffer: str) -> int:
+        """Length of the longest end of the buffer that begins a stop text."""
+        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
+            end = buffer[-length:]
+            if any(stop.startswith(end) for stop in self.stops):
+                return length
+        return 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """Turns generated ids into the text to show, until `reason` says why the run ends.
+
+    Attributes:
+        eos_ids: ids that end the run; their own text is never shown.
+        max_new_tokens: the most ids to take, and `limit_reason` what reaching that is called.
+        token_text: a token's own text, for records.
+        hidden_texts: of tokens that are not shown, the texts that stop texts may be found in.
+        out_of_time: whether the time limit is reached.
+        detail: the EOS id or the stop text that ended the run.
+    """
+
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+    limit_reason: FinishReason
+    token_text: Callable[[int], str]
+    hidden_texts: Mapping[int, str] = field(default_factory=dict)
+    out_of_time: Callable[[], bool] = lambda: False
+    count: int = 0
+    reason: FinishReason | None = None
+    detail: int | str | None = None
+
+    def push(self, token_id: int) -> str:
+        """Take the next id; return the text that became final with it."""
+        self.count += 1
+        if token_id in self.eos_ids:
+            self.reason, self.detail = "eos", token_id
+            return ""
+        text = self.matcher.push(self.detokenizer.push(token_id), self.hidden_texts.get(token_id, ""))
+        if self.matcher.matched is not None:
+            self.reason, self.detail = "stop", self.matcher.matched
+        elif self.count >= self.max_new_tokens:
+            self.reason = self.limit_reason
+        elif self.out_of_time():
+            self.reason = "time"
+        return text
+
+    def flush(self) -> str:
+        """The text still held, once no more ids will come; it too is searched for stop texts."""
+        if self.matcher.matched is not None:
+            return ""
+        text = self.matcher.push(self.detokenizer.flush())
+        if self.matcher.matched is not None:
+            self.reason, self.detail = "stop", self.matcher.matched
+        return text + self.matcher.flush()

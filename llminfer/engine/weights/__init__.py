@@ -1,0 +1,1 @@
+"""Linear layers packed into fewer bytes, and what packing did."""

@@ -1,0 +1,1 @@
+"""How each architecture caches: one row a family, one rule a kind of layer."""
