@@ -5,7 +5,8 @@
 // residual stream of the new tokens for itself, and norms it for itself: that costs less than meeting.
 #pragma once
 
-#include "matrix.h"
+#include "few_vectors.h"
+#include "many_vectors.h"
 
 enum Norm : int32_t { RMS = 0, CENTRED = 1 };
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2 };
@@ -81,7 +82,7 @@ class Decoder {
       attend(layer, own, thread);
       meet(layer.output, thread);
       mix(layer, own, thread);
-      ask_for(layer.up, thread, team);
+      prefetch(layer.up, thread, team);
       meet(layer.gate, thread);
       add(mixed_.data(), layer.attention_out, own);
       gate(layer, own, thread);
@@ -103,7 +104,7 @@ class Decoder {
 
   // Wait for the other threads, with the beginning of what comes next on its way.
   void meet(const Matrix& next, int thread) {
-    ask_for(next, thread, threads_);
+    prefetch(next, thread, threads_);
     threads().barrier();
   }
 
