@@ -22,29 +22,33 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "params": ("errors", "units"),
     "jobs": ("errors", "foreign", "text", "units", "params"),
     "hub": ("errors",),
+    "transcript": ("atomic", "errors", "foreign"),
     "kv": ("errors", "units", "hub", "foreign"),
     "events": ("errors", "units", "params", "kv"),
-    "engine": ("atomic", "errors", "foreign", "units", "hub", "params", "jobs", "kv", "events"),
+    "engine": ("atomic", "errors", "foreign", "units", "hub", "transcript", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
     "api": ("errors", "units", "hub", "params", "jobs", "kv", "events", "engine"),
     "cli": (
-        "api",
-        "atomic",
-        "errors",
-        "text",
-        "units",
-        "hub",
-        "params",
-        "jobs",
-        "kv",
-        "events",
-        "engine",
-        "render",
+        *("api", "atomic", "errors", "text", "units", "hub", "transcript", "params", "jobs", "kv", "events"),
+        *("engine", "render"),
         "__init__",
     ),
     "__init__": ("api", "errors", "params", "events"),
     "__main__": ("cli",),
 }
+# the rooms of engine/ from the ground up; the files at its root come last
+ROOMS = (
+    "machine",
+    "text",
+    "sampling",
+    "models",
+    "checkpoints",
+    "kv_cache",
+    "forward",
+    "weights",
+    "speculation",
+    "native",
+)
 HEAVY = {"torch", "transformers", "numpy"}
 # only a chat on a terminal needs it
 TERMINAL = {"prompt_toolkit"}
@@ -79,6 +83,28 @@ def test_imports_point_down(file: Path) -> None:
     assert ours <= allowed, f"{place} may import {sorted(allowed)}, not {sorted(ours - allowed)}"
     if place not in {"engine"}:
         assert not {name.split(".")[0] for name in imports_of(file)} & HEAVY
+
+
+def room_of(module: str) -> int:
+    """The height of a module of the engine: its room's place, or above all rooms at the root."""
+    name = module.removeprefix("llminfer.engine.").split(".")[0]
+    return ROOMS.index(name) if name in ROOMS else len(ROOMS)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((PACKAGE / "engine").rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE / "engine"))
+)
+def test_the_rooms_of_the_engine_import_downwards(file: Path) -> None:
+    here = room_of(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
+    climbing = {name for name in imports_of(file) if name.startswith("llminfer.engine.") and room_of(name) > here}
+    assert not climbing
+
+
+def test_every_room_is_on_the_list_and_says_what_it_holds() -> None:
+    folders = sorted(folder.name for folder in (PACKAGE / "engine").iterdir() if (folder / "__init__.py").exists())
+    assert folders == sorted(ROOMS)
+    for room in ROOMS:
+        assert ast.get_docstring(ast.parse((PACKAGE / "engine" / room / "__init__.py").read_text(encoding="utf-8")))
 
 
 def modules_after(arguments: list[str], stdin: str = "") -> tuple[int, set[str], str, str]:

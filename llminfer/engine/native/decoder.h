@@ -5,7 +5,8 @@
 // residual stream of the new tokens for itself, and norms it for itself: that costs less than meeting.
 #pragma once
 
-#include "matrix.h"
+#include "few_vectors.h"
+#include "many_vectors.h"
 
 enum Norm : int32_t { RMS = 0, CENTRED = 1 };
 enum Stored : int32_t { AS_FLOAT = 0, AS_HALF = 1, AS_BFLOAT = 2 };
@@ -99,7 +100,7 @@ class Decoder {
       attend(layer, own, thread);
       meet(layer.output, thread);
       mix(layer, own, thread);
-      ask_for(layer.up, thread, team);
+      prefetch(layer.up, thread, team);
       meet(layer.gate, thread);
       add(mixed_.data(), layer.attention_out, own);
       gate(layer, own, thread);
@@ -121,7 +122,7 @@ class Decoder {
 
   // Wait for the other threads, with the beginning of what comes next on its way.
   void meet(const Matrix& next, int thread) {
-    ask_for(next, thread, threads_);
+    prefetch(next, thread, threads_);
     threads().barrier();
   }
 

@@ -1,6 +1,7 @@
 // What Python calls. Everything is plain pointers; shapes are checked on the Python side.
 
 #include "decoder.h"
+#include "pack.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
