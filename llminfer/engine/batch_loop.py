@@ -18,6 +18,7 @@ from llminfer.engine.kv_cache.batched import JoinedCache, can_join, has_tokens
 from llminfer.engine.kv_cache.tensors import cache_bytes, stateful_modules
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.text.output import Output
 from llminfer.events import Finished, FinishReason, Step
@@ -45,12 +46,6 @@ class BatchLoad:
     tokens: int
     kv_bytes: int
 
-
-# types whose attention knows distances only, so that padding on the left moves nothing
-_DISTANCES_ONLY = frozenset({"bloom", "mpt"})
-# types that count places their own way whatever they are told: GIT puts those of an image before the
-# mask, even without one, and the Kosmos types take theirs from the length of the cache
-_OWN_PLACES = frozenset({"git", "kosmos-2", "kosmos-2.5"})
 
 BatchEvent = tuple[int, Step | Finished] | BatchLoad
 
@@ -107,7 +102,7 @@ def _events(
 def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
     """Prefill rows of one prompt, draw the first token of each, and join those that go on."""
     model, clock = batch.model, batch.clock
-    forward = make_forward(model, cached=True)
+    forward = make_forward(model)
     output_s = clock.lap()
     try:
         logits = forward(starting[0].prompt_ids)
@@ -132,9 +127,10 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
 
 def _knows_places(model: Any, cache: Any) -> bool:
     """Whether the model can be told where each row is, which the joined cache's own length does not say."""
-    if stateful_modules(model) or model.config.model_type in _OWN_PLACES:
+    places = quirks_of(model.config.model_type).places
+    if stateful_modules(model) or places == "own":
         return False
-    if "position_ids" in forward_parameters(model) or model.config.model_type in _DISTANCES_ONLY:
+    if "position_ids" in forward_parameters(model) or places == "distances":
         return True
     return not has_tokens(cache)
 
@@ -143,7 +139,7 @@ def _alone(model: Any, row: Row, forward: Any, clock: Clock) -> Iterator[BatchEv
     """Decode one row to its end by itself, for caches that cannot be joined."""
     try:
         if forward is None:
-            forward = make_forward(model, cached=True)
+            forward = make_forward(model)
             forward(row.prompt_ids)
         going = True
         while going:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llminfer.engine.backend import prepare_execution
 from llminfer.engine.forward.forward import make_forward
-from llminfer.engine.kv_cache.growing import GrowingCache
+from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.native import build, decoder, packed
@@ -29,7 +29,7 @@ from llminfer.engine.weights.packed_linear import LazyWeight
 from llminfer.engine.weights.packing import pack_model
 from llminfer.errors import LlminferError, UsageError
 from llminfer.events import Step
-from llminfer.params import Execution, SamplingParams
+from llminfer.params import CacheOptions, Execution, SamplingParams
 from tests.parity import output_of
 from tests.tiny_models import tiny_config, tiny_ids, tiny_model
 
@@ -119,7 +119,9 @@ def packed_pair(model_type: str, kind: str, **overrides: Any) -> tuple[Any, Any]
 
 
 def native_forward(model: Any) -> NativeForward:
-    return NativeForward(model, decoder=decoder.Decoder(model), cache=GrowingCache(model.config))
+    return NativeForward(
+        model, decoder=decoder.Decoder(model), cache=make_cache(CacheOptions(kind="growing"), model, None)
+    )
 
 
 # tokens fed by each call: a prompt through either road, then one by one and several at once

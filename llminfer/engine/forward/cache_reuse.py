@@ -40,7 +40,7 @@ def choose_feed_mode(model: Any, ids: Sequence[int]) -> FeedMode:
     """Run a few of these ids in one piece and in two, and see which way gives the same logits."""
     few = (list(ids) * (_HEAD + _TAIL))[: _HEAD + _TAIL]
     try:
-        whole = make_forward(model, cached=True)
+        whole = make_forward(model)
         expected = whole(few)
         if whole.cache is None or _selects_keys(whole.cache):
             return FeedMode.NEVER
@@ -94,7 +94,7 @@ def _selects_keys(cache: Any) -> bool:
 def _apart(model: Any, ids: Sequence[int], mode: FeedMode, expected: Tensor) -> float:
     """How far the logits after a continuation are from those expected, in units of their spread."""
     try:
-        forward = make_forward(model, cached=True)
+        forward = make_forward(model)
         forward(ids[:_HEAD])
         ours = feed(forward, ids[_HEAD:], mode).float()
     except Exception:  # a model that cannot be fed this way may say so in any manner

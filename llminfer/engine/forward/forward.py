@@ -13,7 +13,7 @@ Four ways, chosen before the loop starts so that the loop knows nothing of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llminfer.engine.forward.chunks import Chunks, chunks_for
 from llminfer.engine.forward.gqa_attention import grouped_attention
 from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.kv_cache.tensors import (
@@ -29,21 +30,13 @@ from llminfer.engine.kv_cache.tensors import (
     forget_states,
     keeps_past,
     module_states,
+    returned_cache,
     stateful_modules,
 )
 from llminfer.engine.kv_cache.window import window_mask
-from llminfer.engine.models.capabilities import check_chunks, forward_parameters, prepares_by_default, why_one_at_a_time
+from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
 from llminfer.params import CacheOptions
 
-# where models put what they cache: most under the first, some under names of their own
-_CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-# tokens of a prompt at a time: enough to keep a processor busy, few enough to bound what a layer holds at once
-DEFAULT_PREFILL_CHUNK = 2048
-# a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
-_WHOLE_PROMPT = frozenset({"quantized", "none"})
-
-# (new ids, ids fed before) to the chunks to feed
-Chunks = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 # the model, or what runs it: its arguments to its outputs
 Call = Callable[..., Any]
 
@@ -94,7 +87,6 @@ ForwardFactory = Callable[..., Forward]
 def make_forward(
     model: Any,
     *,
-    cached: bool = True,
     options: CacheOptions | None = None,
     max_tokens: int | None = None,
     cache: Any = None,
@@ -104,8 +96,7 @@ def make_forward(
     """The forward for this model.
 
     Args:
-        cached: False gives the textbook loop, as `options` of kind `none` do.
-        options: which cache, and how much of a prompt to feed at a time.
+        options: which cache, and how much of a prompt to feed at a time; kind `none` gives the textbook loop.
         max_tokens: the most tokens that will be cached, for caches that are allocated at once.
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
@@ -114,59 +105,13 @@ def make_forward(
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
     """
-    options = options or CacheOptions(kind="dynamic" if cached else "none")
+    options = options or CacheOptions()
     if cache is None:
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
     factory = factory or _FACTORIES.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
-    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), _chunks(model, options), attention)
-
-
-def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
-    """Tokens of a prompt to feed at a time, None for all at once.
-
-    Raises:
-        UnsupportedArchitecture: when chunks were asked for and the model cannot be fed so.
-    """
-    if options.prefill_chunk is not None:
-        check_chunks(model.config, type(model).__name__)
-        return options.prefill_chunk
-    whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
-    return None if whole else DEFAULT_PREFILL_CHUNK
-
-
-def _takes_pieces(model: Any) -> bool:
-    """Whether several tokens may be fed after others; of a checkpoint's own code that is not known."""
-    own_code = type(model).__module__.startswith("transformers_modules.")
-    return not own_code and why_one_at_a_time(model.config) is None
-
-
-def _chunks(model: Any, options: CacheOptions) -> Chunks:
-    """How this model is to be fed when more than one id comes at once."""
-    chunk = prefill_chunk(model, options)
-    if chunk is not None:
-        return _chunks_of(chunk)
-    return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
-
-
-def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    yield new_ids
-
-
-def _chunks_of(size: int) -> Chunks:
-    def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-        for start in range(0, len(new_ids), size):
-            yield new_ids[start : start + size]
-
-    return split
-
-
-def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    if fed == 0:
-        yield new_ids
-    else:
-        yield from ([new_id] for new_id in new_ids)
+    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), chunks_for(model, options), attention)
 
 
 class WrappedForward:
@@ -261,32 +206,21 @@ class UncachedForward:
         return True
 
 
-class PlainForward:
-    """Feeds the new ids and their positions; keys and values of the others come from the cache."""
+class CachedForward:
+    """What feeding new ids on top of a cache has in common, however a model's inputs are made.
 
-    __slots__ = (
-        "_accepts_positions",
-        "_cache",
-        "_device",
-        "_ids",
-        "_keyword_arguments",
-        "_model",
-        "_stateful",
-        "_step",
-        "_torn",
-        "_uncached",
-    )
+    A model that takes the cache and puts nothing in is fed the whole sequence each step instead.
+    """
 
-    def __init__(
-        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
-    ) -> None:
-        self._model, self._step = model, step or model
+    __slots__ = ("_accepts_positions", "_cache", "_device", "_ids", "_model", "_stateful", "_torn", "_uncached")
+
+    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+        self._model = model
         self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._keyword_arguments = static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
-        self._torn = False
+        self._torn = False  # a call was broken off, so the layers may hold more than these ids
         self._uncached: UncachedForward | None = None
         self._stateful = stateful_modules(model)
         if not cached_ids:
@@ -298,23 +232,29 @@ class PlainForward:
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
         if self._uncached is not None:
             return self._uncached.last(new_ids, count)
-        ids = _tensor(new_ids, self._device)
-        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
+        call, inputs = self._prepared(new_ids, count)
         self._torn = True
-        run = self._step if self._ids and len(new_ids) == 1 else self._model
-        outputs = run(input_ids=ids, **arguments)
+        outputs = call(**inputs)
         # most give back the cache they were given; BLT puts it into a larger one
-        self._cache = _returned_cache(outputs, self._cache)
-        if not self._ids and not cache_bytes(self._cache):
-            # the model took the cache and put nothing in: the newest token alone would be garbage
+        self._cache = returned_cache(outputs, self._cache)
+        if not self._ids and (self._cache is None or not cache_bytes(self._cache)):
+            # the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
             return self._uncached.last(new_ids, count)
+        self._went_on(outputs)
         self._torn = False
         self._ids.extend(new_ids)
         return _last_logits(outputs, count)
 
-    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
-        return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
+        """What to call, and its arguments for the logits of the last `count` of these ids."""
+        raise NotImplementedError
+
+    def _went_on(self, outputs: Any) -> None:
+        """Take from the outputs what the next step's inputs are made of."""
+
+    def _went_back(self) -> None:
+        """Forget what earlier outputs have left for the next step's inputs."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -328,6 +268,7 @@ class PlainForward:
                 return False
             self._torn = False
             del self._ids[tokens:]
+            self._went_back()
         return True
 
     @property
@@ -342,7 +283,31 @@ class PlainForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return _no_cache_note(self._model) if self._uncached is not None else ()
+        if self._uncached is None:
+            return ()
+        return (f"{type(self._model).__name__} returned no cache: every step recomputed the whole sequence",)
+
+
+class PlainForward(CachedForward):
+    """Feeds the new ids and their positions; keys and values of the others come from the cache."""
+
+    __slots__ = ("_keyword_arguments", "_step")
+
+    def __init__(
+        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
+    ) -> None:
+        super().__init__(model, cache=cache, cached_ids=cached_ids)
+        self._step = step or model
+        self._keyword_arguments = static_arguments(model, use_cache=True)
+
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
+        ids = _tensor(new_ids, self._device)
+        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
+        call = self._step if self._ids and len(new_ids) == 1 else self._model
+        return call, {"input_ids": ids, **arguments}
+
+    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
 
 
 class WindowForward(PlainForward):
@@ -357,27 +322,18 @@ class WindowForward(PlainForward):
         return {**super()._arguments(ids), "attention_mask": mask}
 
 
-class PreparedForward:
+class PreparedForward(CachedForward):
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_sequence", "_torn", "_uncached")
+    __slots__ = ("_kwargs", "_sequence")
 
     def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
-        self._model = model
-        self._accepts_positions = "position_ids" in forward_parameters(model)
-        self._ids = list(cached_ids)
-        self._sequence = _tensor(self._ids, model.device)
-        self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._kwargs = self._first_kwargs()
-        self._torn = False
-        self._uncached: UncachedForward | None = None
+        super().__init__(model, cache=cache, cached_ids=cached_ids)
+        self._sequence = _tensor(self._ids, self._device)
+        self._kwargs: dict[str, Any] = {}
+        self._went_back()
 
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        return self.last(new_ids, 1)
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if self._uncached is not None:
-            return self._uncached.last(new_ids, count)
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
         first = not self._ids
         ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
@@ -390,18 +346,7 @@ class PreparedForward:
             is_first_iteration=first or len(new_ids) > 1,
             **_keeping(count, self._kwargs),
         )
-        self._torn = True
-        outputs = self._model(**inputs, return_dict=True)
-        self._cache = _returned_cache(outputs, self._cache)
-        if first and (self._cache is None or not cache_bytes(self._cache)):
-            self._uncached = UncachedForward(self._model)
-            return self._uncached.last(new_ids, count)
-        self._kwargs = self._model._update_model_kwargs_for_generation(
-            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
-        )
-        self._torn = False
-        self._ids.extend(new_ids)
-        return _last_logits(outputs, count)
+        return self._model, {**inputs, "return_dict": True}
 
     def _extended(self, new_ids: Sequence[int]) -> Tensor:
         """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
@@ -410,43 +355,20 @@ class PreparedForward:
             longer = self._sequence.new_empty(1, 2 * tokens)
             longer[:, :fed] = self._sequence[:, :fed]
             self._sequence = longer
-        self._sequence[:, fed:tokens] = _tensor(new_ids, self._sequence.device)
+        self._sequence[:, fed:tokens] = _tensor(new_ids, self._device)
         return self._sequence[:, :tokens]
 
-    def _first_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"use_cache": True}
+    def _went_on(self, outputs: Any) -> None:
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
+        )
+
+    def _went_back(self) -> None:
+        self._kwargs = {"use_cache": True}
         if self._cache is not None:
-            kwargs["cache"] = self._cache
+            self._kwargs["cache"] = self._cache
         if "logits_to_keep" in forward_parameters(self._model):
-            kwargs["logits_to_keep"] = 1
-        return kwargs
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._ids if self._uncached is None else self._uncached.ids
-
-    def crop(self, tokens: int) -> bool:
-        if self._uncached is not None:
-            return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
-            if not crop_cache(self._cache, tokens):
-                return False
-            self._torn = False
-            del self._ids[tokens:]
-            self._kwargs = self._first_kwargs()
-        return True
-
-    @property
-    def cache(self) -> Any:
-        return None if self._uncached is not None else self._cache
-
-    @property
-    def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes(self.cache)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return _no_cache_note(self._model) if self._uncached is not None else ()
+            self._kwargs["logits_to_keep"] = 1
 
 
 # the ways that a kind of cache asks for; the others are the model's choice
@@ -477,15 +399,3 @@ def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
 def _last_logits(outputs: Any, count: int) -> Tensor:
     logits: Tensor = outputs.logits[0, -count:]
     return logits
-
-
-def _returned_cache(outputs: Any, given: object | None) -> object | None:
-    for name in _CACHE_FIELDS:
-        value = outputs.get(name)
-        if value is not None:
-            return value  # type: ignore[no-any-return]
-    return given
-
-
-def _no_cache_note(model: Any) -> tuple[str, ...]:
-    return (f"{type(model).__name__} returned no cache: every step recomputed the whole sequence",)

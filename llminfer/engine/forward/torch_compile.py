@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from llminfer.engine.models.capabilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.params import CacheOptions
 
@@ -47,9 +48,6 @@ _MOST_GRAPHS = 64
 _SCRATCH_TOKENS = 2
 # counters of the layers with windows, plain integers that grow with every token
 _COUNTERS = r".*cumulative_length_int"
-
-# found by running a tiny model of every type
-NOT_COMPILED: Mapping[str, str] = {"biogpt": "its positions depend on the length of the cache"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ def why_not_compiled(config: Any, known: Any | None) -> str | None:
         return f"its {', '.join(sorted(layer_types(config)))} layers keep what no graph can write to"
     if not prepares_by_default(known):
         return f"{model_type} models prepare the inputs of every step in their own way"
-    return NOT_COMPILED.get(model_type)
+    return quirks_of(model_type).not_compiled
 
 
 def compiled_room(tokens: int) -> int:

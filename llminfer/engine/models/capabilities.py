@@ -1,36 +1,17 @@
-"""What a model's class and config say about how it can be run, before or after its weights are there.
-
-The exceptions are by model type and were found by running a tiny model of every type; the tests run
-them again, so that one that no longer holds is noticed.
-"""
+"""What a model's class and config say about how it can be run, before or after its weights are there."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationMixin
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 
-# several tokens after others get other logits than one after the other would, or fail
-ONE_AT_A_TIME: Mapping[str, str] = {
-    "blt": "its patches are cut in one pass over the prompt",
-    "cpmant": "its prompt is fed with a prefix in one pass",
-    "falcon_mamba": "its prefill starts from an empty state",
-    "mamba": "its prefill starts from an empty state",
-    "moshi": "its depth decoder expects the whole prompt",
-    "prophetnet": "its decoder takes one token after the first pass",
-    "recurrent_gemma": "its prefill starts from an empty state",
-    "reformer": "its hash buckets are made in one pass",
-    "xlm": "its mask is that of one token after the first pass",
-    "xlnet": "its permutation mask is that of one pass",
-}
-# a token after a cached prompt gets other logits than as the last of a prompt
-NOT_CONTINUED: Mapping[str, str] = {name: ONE_AT_A_TIME[name] for name in ("blt", "cpmant", "moshi", "prophetnet")}
 _INDEXED = "indexed_attention"
 
 
@@ -73,12 +54,10 @@ def prepares_by_default(model: Any) -> bool:
 
 def why_one_at_a_time(config: Any) -> str | None:
     """Why the model must not be fed several tokens after others; None when it may."""
-    model_type = text_config(config).model_type
-    if model_type in ONE_AT_A_TIME:
-        return ONE_AT_A_TIME[model_type]
-    if _INDEXED in layer_types(config):
+    quirk = quirks_of(text_config(config).model_type).one_at_a_time
+    if quirk is None and _INDEXED in layer_types(config):
         return "what its sparse attention selects depends on the pieces"
-    return None
+    return quirk
 
 
 def check_chunks(config: Any, source: str) -> None:

@@ -17,22 +17,11 @@ from transformers.models.auto.modeling_auto import (
 
 from llminfer.engine.machine.library_errors import foreign_errors
 from llminfer.engine.models.capabilities import model_class
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 
 NEEDS_CODE = "needs Python code that the checkpoint brings"
 TRUST_HINT = "--trust-remote-code runs that code: read it first"
-# causal models whose config inherits `is_decoder: false` from a shared base
-_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
-
-_DRAFTER = "is a drafter, which reads the cache of the model that it drafts for"
-# types of the mappings that cannot continue a text by themselves, for reasons their classes do not show
-NOT_ALONE: Mapping[str, str] = {
-    "gemma4_assistant": _DRAFTER,
-    "gemma4_unified_assistant": _DRAFTER,
-    "musicgen": "writes sound, not text",
-    "musicgen_melody": "writes sound, not text",
-    "idefics": "cannot run without an image",
-}
 
 
 def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
@@ -77,8 +66,8 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
         return
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedArchitecture(f"{source}: the config names no model_type")
-    if model_type in NOT_ALONE:
-        raise UnsupportedArchitecture(f"{source}: {model_type} {NOT_ALONE[model_type]}")
+    if (not_alone := quirks_of(model_type).not_alone) is not None:
+        raise UnsupportedArchitecture(f"{source}: {model_type} {not_alone}")
     encoder_decoder = model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
@@ -104,7 +93,7 @@ def check_direction(config: Any, source: str) -> None:
     """
     if config.is_encoder_decoder:
         raise UnsupportedArchitecture(f"{source}: {config.model_type} is an encoder-decoder model")
-    if getattr(config, "is_decoder", True) is False and config.model_type not in _DECODERS_THAT_DENY_IT:
+    if getattr(config, "is_decoder", True) is False and not quirks_of(config.model_type).denies_decoding:
         raise UnsupportedArchitecture(
             f"{source}: {config.model_type} is an encoder, which does not continue a text",
             hint="its config says is_decoder: false",

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llminfer.engine.kv_cache.layers import row_of_type
 from llminfer.engine.models.capabilities import layer_types, model_class, text_config, why_one_at_a_time
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import CacheOptions, Speculation
 
-if TYPE_CHECKING:
-    pass
-
-
-# the caches that can be cut back, each with the kinds of layers in which it can
-_FULL = frozenset({"full_attention", "dummy"})
-
-
-_WITH_WINDOWS = _FULL | {"sliding_attention", "chunked_attention"}
-
-
-_GOES_BACK: Mapping[str, frozenset[str]] = {
-    "dynamic": _WITH_WINDOWS,
-    "growing": _WITH_WINDOWS,
-    "static": _FULL,
-}
-
-
-SPECULATIVE_CACHES = frozenset({*_GOES_BACK, "none"})
-
-
-# several tokens after others get other logits than one after the other, which no signature shows
-NOT_SPECULATIVE: Mapping[str, str] = {}
+# what can be cut back as far as its layers can, and what keeps nothing
+SPECULATIVE_CACHES = frozenset({"dynamic", "growing", "static", "none"})
 
 
 def check_speculation(speculation: Speculation, options: CacheOptions, config: Any, source: str) -> None:
@@ -61,13 +40,12 @@ def why_not_speculate(config: Any, cache: str = "dynamic") -> str | None:
         return "its code is its own, and may not take several tokens after others"
     if (one_at_a_time := why_one_at_a_time(config)) is not None:
         return one_at_a_time
-    if text.model_type in NOT_SPECULATIVE:
-        return NOT_SPECULATIVE[text.model_type]
     if cache == "none":
         return None
     if not known._supports_default_dynamic_cache():
         return f"{text.model_type} models make a cache of their own"
-    others = sorted(layer_types(config) - _GOES_BACK[cache])
+    static, types = cache == "static", layer_types(config)
+    others = sorted(name for name in types if row_of_type(name, static=static).can_crop is None)
     return f"the cache of {', '.join(others)} layers cannot be cut back" if others else None
 
 
