@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.forward import Forward, make_forward
 from llminfer.engine.kv_cache.batched import JoinedCache, can_join, has_tokens
 from llminfer.engine.kv_cache.tensors import cache_bytes, stateful_modules
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.text.output import Output
@@ -52,7 +53,7 @@ BatchEvent = tuple[int, Step | Finished] | BatchLoad
 
 @torch.inference_mode()
 def decode_batch(
-    model: Any, waiting: Iterable[Row], clock: Clock, *, batch_size: int, samples: int = 1
+    model: CausalLM, waiting: Iterable[Row], clock: Clock, *, batch_size: int, samples: int = 1
 ) -> Generator[BatchEvent, None, None]:
     """Yield `(key, Step)` and `(key, Finished)` for every row, and a `BatchLoad` after each joint step.
 
@@ -79,7 +80,7 @@ def decode_batch(
 class _Batch:
     """What decodes together: row i of `active` is row i of `joined`."""
 
-    model: Any
+    model: CausalLM
     clock: Clock
     active: list[Row] = field(default_factory=list)
     joined: JoinedCache = field(default_factory=JoinedCache)
@@ -125,7 +126,7 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
         batch.active.extend(going)
 
 
-def _knows_places(model: Any, cache: Any) -> bool:
+def _knows_places(model: CausalLM, cache: Any) -> bool:
     """Whether the model can be told where each row is, which the joined cache's own length does not say."""
     places = quirks_of(model.config.model_type).places
     if stateful_modules(model) or places == "own":
@@ -135,7 +136,7 @@ def _knows_places(model: Any, cache: Any) -> bool:
     return not has_tokens(cache)
 
 
-def _alone(model: Any, row: Row, forward: Any, clock: Clock) -> Iterator[BatchEvent]:
+def _alone(model: CausalLM, row: Row, forward: Forward | None, clock: Clock) -> Iterator[BatchEvent]:
     """Decode one row to its end by itself, for caches that cannot be joined."""
     try:
         if forward is None:
@@ -174,7 +175,7 @@ def _step(batch: _Batch) -> Iterator[BatchEvent]:
         active[:] = [active[number] for number in staying]
 
 
-def _forward(model: Any, active: Sequence[Row], joined: JoinedCache) -> Tensor:
+def _forward(model: CausalLM, active: Sequence[Row], joined: JoinedCache) -> Tensor:
     """Logits after the newest token of every row, shape [rows, vocabulary]."""
     device = model.device
     mask, positions = joined.mask(device), joined.positions(device)

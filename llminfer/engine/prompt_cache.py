@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.forward import Forward
 from llminfer.engine.kv_cache.kinds import TokenSchedule, make_cache, predict_cache
 from llminfer.engine.kv_cache.layers import STATES, row_of
@@ -56,7 +57,7 @@ def load_prompt_cache(
         metadata = saved.metadata() or {}
         _check_metadata(file, metadata, _identity(loaded, options))
         ids = _saved_ids(file, saved.get_tensor(_IDS))
-        reuse = _common_prefix(ids, prompt_ids[:-1])
+        reuse = common_prefix(ids, prompt_ids[:-1])
         if reuse == 0:
             return None
         cache = make_cache(options, loaded.model, max_tokens)
@@ -187,11 +188,6 @@ def _saved_ids(file: Path, tensor: Tensor) -> list[int]:
     if tensor.dtype is not torch.int64 or tensor.dim() != 1 or not len(tensor):
         raise PromptCacheMismatch(f"{file} is damaged: its token ids are {tensor.dtype} {tuple(tensor.shape)}")
     return [int(token_id) for token_id in tensor.tolist()]
-
-
-def _common_prefix(ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
-    longest = min(len(ids), len(prompt_ids))
-    return next((at for at in range(longest) if ids[at] != prompt_ids[at]), longest)
 
 
 def _saved_layers(saved: Any, layers: int) -> list[dict[str, Tensor]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from llminfer.engine.models.capabilities import check_chunks, why_one_at_a_time
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.params import CacheOptions
 
 # tokens of a prompt at a time: enough to keep a processor busy, few enough to bound what a layer holds at once
@@ -16,7 +16,7 @@ _WHOLE_PROMPT = frozenset({"quantized", "none"})
 Chunks = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 
 
-def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
+def prefill_chunk(model: CausalLM, options: CacheOptions) -> int | None:
     """Tokens of a prompt to feed at a time, None for all at once.
 
     Raises:
@@ -29,13 +29,13 @@ def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
     return None if whole else DEFAULT_PREFILL_CHUNK
 
 
-def _takes_pieces(model: Any) -> bool:
+def _takes_pieces(model: CausalLM) -> bool:
     """Whether several tokens may be fed after others; of a checkpoint's own code that is not known."""
     own_code = type(model).__module__.startswith("transformers_modules.")
     return not own_code and why_one_at_a_time(model.config) is None
 
 
-def chunks_for(model: Any, options: CacheOptions) -> Chunks:
+def chunks_for(model: CausalLM, options: CacheOptions) -> Chunks:
     """How this model is to be fed when more than one id comes at once."""
     chunk = prefill_chunk(model, options)
     if chunk is not None:

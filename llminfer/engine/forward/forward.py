@@ -35,10 +35,11 @@ from llminfer.engine.kv_cache.tensors import (
 )
 from llminfer.engine.kv_cache.window import window_mask
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
+from llminfer.engine.models.protocols import CausalLM, Outputs
 from llminfer.params import CacheOptions
 
 # the model, or what runs it: its arguments to its outputs
-Call = Callable[..., Any]
+Call = Callable[..., Outputs]
 
 
 class Forward(Protocol):
@@ -85,7 +86,7 @@ ForwardFactory = Callable[..., Forward]
 
 
 def make_forward(
-    model: Any,
+    model: CausalLM,
     *,
     options: CacheOptions | None = None,
     max_tokens: int | None = None,
@@ -179,11 +180,10 @@ class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
     __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
-    kv_bytes = None
-    cache = None
+    kv_bytes = cache = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, model: Any, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: CausalLM, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self.ids = list(cached_ids)
         self._keyword_arguments = static_arguments(model, use_cache=False)
@@ -209,12 +209,12 @@ class UncachedForward:
 class CachedForward:
     """What feeding new ids on top of a cache has in common, however a model's inputs are made.
 
-    A model that takes the cache and puts nothing in is fed the whole sequence each step instead.
+    A model that takes the cache and puts nothing in is fed the whole sequence: the newest token alone gives garbage.
     """
 
     __slots__ = ("_accepts_positions", "_cache", "_device", "_ids", "_model", "_stateful", "_torn", "_uncached")
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
@@ -238,7 +238,6 @@ class CachedForward:
         # most give back the cache they were given; BLT puts it into a larger one
         self._cache = returned_cache(outputs, self._cache)
         if not self._ids and (self._cache is None or not cache_bytes(self._cache)):
-            # the newest token alone would be garbage
             self._uncached = UncachedForward(self._model)
             return self._uncached.last(new_ids, count)
         self._went_on(outputs)
@@ -250,7 +249,7 @@ class CachedForward:
         """What to call, and its arguments for the logits of the last `count` of these ids."""
         raise NotImplementedError
 
-    def _went_on(self, outputs: Any) -> None:
+    def _went_on(self, outputs: Outputs) -> None:
         """Take from the outputs what the next step's inputs are made of."""
 
     def _went_back(self) -> None:
@@ -283,9 +282,10 @@ class CachedForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self._uncached is None:
-            return ()
-        return (f"{type(self._model).__name__} returned no cache: every step recomputed the whole sequence",)
+        name = type(self._model).__name__
+        return (
+            () if self._uncached is None else (f"{name} returned no cache: every step recomputed the whole sequence",)
+        )
 
 
 class PlainForward(CachedForward):
@@ -294,7 +294,7 @@ class PlainForward(CachedForward):
     __slots__ = ("_keyword_arguments", "_step")
 
     def __init__(
-        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
+        self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
     ) -> None:
         super().__init__(model, cache=cache, cached_ids=cached_ids)
         self._step = step or model
@@ -327,7 +327,7 @@ class PreparedForward(CachedForward):
 
     __slots__ = ("_kwargs", "_sequence")
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         super().__init__(model, cache=cache, cached_ids=cached_ids)
         self._sequence = _tensor(self._ids, self._device)
         self._kwargs: dict[str, Any] = {}
@@ -358,7 +358,7 @@ class PreparedForward(CachedForward):
         self._sequence[:, fed:tokens] = _tensor(new_ids, self._device)
         return self._sequence[:, :tokens]
 
-    def _went_on(self, outputs: Any) -> None:
+    def _went_on(self, outputs: Outputs) -> None:
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
         )
@@ -375,7 +375,7 @@ class PreparedForward(CachedForward):
 _FACTORIES: Mapping[str, ForwardFactory] = {"none": UncachedForward, "window": WindowForward}
 
 
-def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
+def static_arguments(model: CausalLM, *, use_cache: bool) -> dict[str, Any]:
     """The arguments that stay the same at every step, as far as the model knows them."""
     wanted = {"use_cache": use_cache, "logits_to_keep": 1}
     accepted = forward_parameters(model)
@@ -396,6 +396,5 @@ def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
 
 
-def _last_logits(outputs: Any, count: int) -> Tensor:
-    logits: Tensor = outputs.logits[0, -count:]
-    return logits
+def _last_logits(outputs: Outputs, count: int) -> Tensor:
+    return outputs.logits[0, -count:]

@@ -31,6 +31,7 @@ from llminfer.engine.models.capabilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.models.protocols import CausalLM, Config, Outputs
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.params import CacheOptions
@@ -65,7 +66,7 @@ class CompiledStep:
     notes: tuple[str, ...] = ()
 
 
-def check_compiled(config: Any, source: str, *, known: Any | None = None) -> None:
+def check_compiled(config: Config, source: str, *, known: type[CausalLM] | None = None) -> None:
     """Refuse a model that cannot be compiled over a static cache, before its weights are read.
 
     Args:
@@ -80,7 +81,7 @@ def check_compiled(config: Any, source: str, *, known: Any | None = None) -> Non
         raise UnsupportedArchitecture(f"{source} cannot be compiled: {reason}", hint=_DROP)
 
 
-def why_not_compiled(config: Any, known: Any | None) -> str | None:
+def why_not_compiled(config: Config, known: type[CausalLM] | None) -> str | None:
     """Why a model of this config and class cannot be compiled; None when it can."""
     model_type = text_config(config).model_type
     if known is None:
@@ -104,7 +105,7 @@ def compiled_room(tokens: int) -> int:
 
 
 @torch.inference_mode()
-def compile_step(model: Any, room: int) -> CompiledStep:
+def compile_step(model: CausalLM, room: int) -> CompiledStep:
     """Compile the forward of one token over a static cache of `room` tokens, and run it once or twice.
 
     Whatever fails in the compiler is a note, and the model is then called as it is.
@@ -152,7 +153,7 @@ def _compiler_settings() -> Iterator[None]:
             os.environ[_FOLDER_VARIABLE] = before
 
 
-def _warm(model: Any, room: int) -> Call:
+def _warm(model: CausalLM, room: int) -> Call:
     """The compiled call, run on a scratch cache in every state that a run within the room may come to."""
     compiled = torch.compile(
         _run, backend=_matvec_backend if model.device.type == "cpu" else "inductor", fullgraph=True
@@ -170,14 +171,14 @@ def _warm(model: Any, room: int) -> Call:
     return call
 
 
-def _arguments(model: Any, cache: Any, *, start: int, tokens: int) -> dict[str, Any]:
+def _arguments(model: CausalLM, cache: Any, *, start: int, tokens: int) -> dict[str, Any]:
     """What a plain forward gives the model for so many tokens from position `start` on."""
     positions = torch.arange(start, start + tokens, device=model.device).unsqueeze(0)
     arguments = {"input_ids": torch.zeros_like(positions), **static_arguments(model, use_cache=True), "cache": cache}
     return arguments | ({"position_ids": positions} if "position_ids" in forward_parameters(model) else {})
 
 
-def _run(model: Any, **arguments: Any) -> Any:
+def _run(model: CausalLM, **arguments: Any) -> Outputs:
     return model(**arguments)
 
 

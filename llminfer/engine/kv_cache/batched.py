@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llminfer.engine.kv_cache.layers import STATES, row_of
+from llminfer.engine.models.protocols import LayeredCache
 
 
-def can_join(cache: Any, tokens: int) -> bool:
+def can_join(cache: LayeredCache, tokens: int) -> bool:
     """Whether the cache of a sequence of `tokens` tokens can be put beside that of another.
 
     Every layer must be of a kind whose rows are independent, and hold a place for each token and no
@@ -34,7 +35,7 @@ def can_join(cache: Any, tokens: int) -> bool:
     )
 
 
-def has_tokens(cache: Any) -> bool:
+def has_tokens(cache: LayeredCache) -> bool:
     """Whether some layer holds tokens, which have places, and not states alone."""
     return any(row_of(layer).has_tokens for layer in cache.layers)
 

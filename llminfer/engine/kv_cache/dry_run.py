@@ -27,6 +27,7 @@ from transformers import (
 
 from llminfer.engine.kv_cache.layers import named_tensors
 from llminfer.engine.kv_cache.tensors import MODULE_STATES, returned_cache
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
@@ -147,7 +148,7 @@ def measure_cache(cache: Any) -> tuple[LayerBytes, ...]:
     return tuple(_measure_layer(tensors) for tensors in _layer_tensors(cache))
 
 
-def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
+def measure_model(model: CausalLM, cache: Any) -> tuple[LayerBytes, ...]:
     """The cache of a model, with the states that RecurrentGemma keeps in its modules and not in the cache."""
     layers = _layer_tensors(cache)
     for name, module in model.named_modules():
@@ -158,7 +159,7 @@ def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
     return tuple(_measure_layer(tensors) for tensors in layers)
 
 
-def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
+def decode(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
     """Feed `ids`, then `steps` single tokens, as `generate` would.
 
     The model prepares its own inputs, so types that take more than ids (or take them otherwise) work.
@@ -208,7 +209,7 @@ def _without_looks(model: Any) -> Any:
     return model
 
 
-def _rows(model: Any) -> int:
+def _rows(model: CausalLM) -> int:
     """Rows of ids per sequence: one for each codebook where a model reads several at once."""
     return int(getattr(model, "num_codebooks", 1)) if quirks_of(model.config.model_type).prompt_without_cache else 1
 
@@ -265,7 +266,7 @@ def _context_limit(config: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def decode_plainly(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
+def decode_plainly(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
     """As `decode`, but with ids and cache alone, so for models without a head, too."""
     cache = DynamicCache(config=model.config)
     for step in range(steps + 1):

@@ -22,6 +22,7 @@ from llminfer.engine.models.capabilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.models.protocols import CausalLM, Config
 from llminfer.engine.models.quirks import Quirks, quirks_of
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint
@@ -55,8 +56,8 @@ class TokenSchedule:
 class Candidate:
     """A model that may or may not be able to have a cache: its config, its class where known, its name in errors."""
 
-    config: Any
-    model_class: Any | None
+    config: Config
+    model_class: type[CausalLM] | None
     source: str
 
     @property
@@ -79,11 +80,11 @@ class CacheKind:
     """A row of the table."""
 
     check: Callable[[CacheOptions, Candidate], None]
-    make: Callable[[CacheOptions, Any, int | None], Any]
+    make: Callable[[CacheOptions, CausalLM, int | None], Any]
     predict: Callable[[CacheOptions, ModelKV, TokenSchedule], Footprint] | None
 
 
-def check_cache(options: CacheOptions, config: Any, source: str, *, known: Any | None = None) -> None:
+def check_cache(options: CacheOptions, config: Config, source: str, *, known: type[CausalLM] | None = None) -> None:
     """Refuse what a model of this config cannot do, before its weights are read.
 
     Args:
@@ -102,7 +103,7 @@ def check_cache(options: CacheOptions, config: Any, source: str, *, known: Any |
         _check_file(candidate)
 
 
-def make_cache(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def make_cache(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     """An empty cache of this kind, None for a model that makes its own.
 
     Args:
@@ -158,7 +159,7 @@ def _without_rule(candidate: Candidate, *, static: bool = False) -> list[str]:
 # dynamic
 
 
-def _make_dynamic(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_dynamic(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     return DynamicCache(config=text_config(model.config)) if model._supports_default_dynamic_cache() else None
 
 
@@ -176,7 +177,7 @@ def _check_growing(options: CacheOptions, candidate: Candidate) -> None:
         raise candidate.refuse(what, candidate.quirks.not_growing)
 
 
-def _make_growing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_growing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     cache = DynamicCache(config=text_config(model.config))
     cache.layers = [grown(layer) for layer in cache.layers]
     return cache
@@ -199,7 +200,7 @@ def _check_static(options: CacheOptions, candidate: Candidate) -> None:
         raise candidate.refuse(what, candidate.quirks.not_static)
 
 
-def _make_static(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_static(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     if max_tokens is None:
         raise UsageError("a static cache must be told how many tokens it will hold")
     return StaticCache(config=text_config(model.config), max_cache_len=max_tokens)
@@ -225,7 +226,7 @@ def _check_quantized(options: CacheOptions, candidate: Candidate) -> None:
     quantizer(options.bits or DEFAULT_KV_BITS)
 
 
-def _make_quantized(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_quantized(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     bits = options.bits or DEFAULT_KV_BITS
     library, axis = quantizer(bits)
     return QuantizedCache(library, config=text_config(model.config), nbits=bits, axis_key=axis, axis_value=axis)
@@ -255,13 +256,13 @@ def _check_window(options: CacheOptions, candidate: Candidate) -> None:
         raise candidate.refuse(what, why, "drop --kv-window")
 
 
-def _takes_mask(known: Any | None) -> bool:
+def _takes_mask(known: type[CausalLM] | None) -> bool:
     if known is None:  # the checkpoint's own code, of which nothing is known yet
         return False
     return prepares_by_default(known) and {"position_ids", "attention_mask"} <= forward_parameters(known)
 
 
-def _make_window(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_window(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     if options.window is None:
         raise UsageError("a windowed cache must be told its window")
     return WindowCache(layers=text_config(model.config).num_hidden_layers, window=options.window)
@@ -281,7 +282,7 @@ def _check_nothing(options: CacheOptions, candidate: Candidate) -> None:
     """The default and no cache at all suit every model."""
 
 
-def _make_nothing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_nothing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from llminfer.engine.kv_cache.layers import row_of
 from llminfer.engine.kv_cache.window import WindowCache
+from llminfer.engine.models.protocols import CausalLM, Outputs
 
 # the names under which a model's output carries what the next step needs: most under the first
 CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
@@ -19,7 +21,7 @@ MODULE_STATES = frozenset({"conv1d_state", "recurrent_states"})
 WHOLE_CACHES = frozenset({DynamicCache, StaticCache, WindowCache})
 
 
-def returned_cache(outputs: Any, given: Any) -> Any:
+def returned_cache(outputs: Outputs, given: Any) -> Any:
     """The cache that a model's output carries, the one it was given where it carries none."""
     return next((value for name in CACHE_FIELDS if (value := outputs.get(name)) is not None), given)
 
@@ -64,19 +66,19 @@ def _can_crop(layer: Any, tokens: int) -> bool:
     return can_crop is not None and can_crop(layer, tokens)
 
 
-def stateful_modules(model: Any) -> tuple[Any, ...]:
+def stateful_modules(model: CausalLM) -> tuple[torch.nn.Module, ...]:
     """The modules that keep states of the sequence in themselves, outside the cache."""
     return tuple(module for module in model.modules() if not MODULE_STATES.isdisjoint(vars(module)))
 
 
-def forget_states(modules: Sequence[Any]) -> None:
+def forget_states(modules: Sequence[torch.nn.Module]) -> None:
     """Drop the states that an earlier sequence has left in the modules."""
     for module in modules:
         for name in MODULE_STATES.intersection(vars(module)):
             setattr(module, name, None)
 
 
-def module_states(modules: Sequence[Any]) -> list[Any]:
+def module_states(modules: Sequence[torch.nn.Module]) -> list[Any]:
     """The states kept in these modules."""
     return [value for module in modules for name, value in vars(module).items() if name in MODULE_STATES]
 

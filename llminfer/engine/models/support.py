@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llminfer.engine.machine.library_errors import foreign_errors
 from llminfer.engine.models.capabilities import model_class
+from llminfer.engine.models.protocols import Config
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 
@@ -24,7 +25,7 @@ NEEDS_CODE = "needs Python code that the checkpoint brings"
 TRUST_HINT = "--trust-remote-code runs that code: read it first"
 
 
-def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
     """The transformers config of a checkpoint whose model continues text.
 
     Args:
@@ -39,14 +40,14 @@ def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_c
     source = str(folder)
     check_model_type(config, source, trust_remote_code=trust_remote_code)
     with foreign_errors(folder, "cannot load the config"):
-        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        loaded: Config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     check_direction(loaded, source)
     with foreign_errors(folder, "cannot load the model's code"):
         check_inputs(loaded, source)
     return loaded
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: Config) -> Any:
     """The transformers class that loads this config's model: its language model alone where there is a class for it."""
     for known in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in known._model_mapping:
@@ -85,7 +86,7 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
     )
 
 
-def check_direction(config: Any, source: str) -> None:
+def check_direction(config: Config, source: str) -> None:
     """Refuse models that do not read from left to right, by their config with its class defaults.
 
     Raises:
@@ -100,7 +101,7 @@ def check_direction(config: Any, source: str) -> None:
         )
 
 
-def check_inputs(config: Any, source: str) -> None:
+def check_inputs(config: Config, source: str) -> None:
     """Refuse models that do not run on ids alone, by the class that would be loaded.
 
     Raises:

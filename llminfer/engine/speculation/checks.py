@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llminfer.engine.kv_cache.layers import row_of_type
 from llminfer.engine.models.capabilities import layer_types, model_class, text_config, why_one_at_a_time
+from llminfer.engine.models.protocols import Config
+from llminfer.engine.text.tokenizer import Tokenizer
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import CacheOptions, Speculation
 
@@ -13,7 +13,7 @@ from llminfer.params import CacheOptions, Speculation
 SPECULATIVE_CACHES = frozenset({"dynamic", "growing", "static", "none"})
 
 
-def check_speculation(speculation: Speculation, options: CacheOptions, config: Any, source: str) -> None:
+def check_speculation(speculation: Speculation, options: CacheOptions, config: Config, source: str) -> None:
     """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
 
     Args:
@@ -33,7 +33,7 @@ def check_speculation(speculation: Speculation, options: CacheOptions, config: A
         raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {flag}")
 
 
-def why_not_speculate(config: Any, cache: str = "dynamic") -> str | None:
+def why_not_speculate(config: Config, cache: str = "dynamic") -> str | None:
     """Why a model of this config cannot check a draft in one forward and take it back; None when it can."""
     text, known = text_config(config), model_class(config)
     if known is None:
@@ -49,7 +49,7 @@ def why_not_speculate(config: Any, cache: str = "dynamic") -> str | None:
     return f"the cache of {', '.join(others)} layers cannot be cut back" if others else None
 
 
-def check_vocabularies(draft: Any, tokenizer: Any, *, draft_name: str, source: str) -> None:
+def check_vocabularies(draft: Tokenizer, tokenizer: Tokenizer, *, draft_name: str, source: str) -> None:
     """Refuse a draft model whose tokenizer is another one, so that its ids mean something else.
 
     Args:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llminfer.engine.speculation.drafters import LONGEST_NGRAM, Acceptance, NgramIndex, PromptLookup, agreeing, copied
+from llminfer.engine.forward.cache_reuse import common_prefix
+from llminfer.engine.speculation.drafters import LONGEST_NGRAM, Acceptance, NgramIndex, PromptLookup, copied
 
 sequences = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 MOST = 8
@@ -59,7 +60,7 @@ def test_a_copy_goes_on_over_the_end(ids: list[int], start: int, count: int) -> 
 
 @given(guess=st.lists(st.integers(0, 2), max_size=8), came=st.lists(st.integers(0, 2), max_size=8))
 def test_a_guess_is_right_up_to_the_first_difference(guess: list[int], came: list[int]) -> None:
-    right = agreeing(guess, came)
+    right = common_prefix(guess, came)
     assert guess[:right] == came[:right]
     assert right == min(len(guess), len(came)) or guess[right] != came[right]
 
@@ -88,7 +89,7 @@ def drafts_along(ids: list[int], prompt: int) -> tuple[int, int]:
     lookup, drafted, right, place = PromptLookup(), 0, 0, prompt
     while place < len(ids):
         draft = lookup(ids[:place], min(MOST, len(ids) - place))
-        accepted = agreeing(draft, ids[place:])
+        accepted = common_prefix(draft, ids[place:])
         drafted, right, place = drafted + len(draft), right + accepted, place + accepted + 1
     return drafted, right
 
