@@ -1,4 +1,4 @@
-"""A cache that writes keys and values in place: a step costs their reading, and no copy of them.
+"""Layers that write keys and values in place: a step costs their reading, and no copy of them.
 
 transformers' own layers concatenate, so every step copies all that is cached. Here a layer has
 buffers with room for some tokens more, and what attention reads is a view of the places in use.

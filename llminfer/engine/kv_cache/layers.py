@@ -49,7 +49,7 @@ class LayerRow:
         tensors: all that a layer holds of the sequence, None among them for what is not there yet.
         has_tokens: it has `keys` and `values` with a place for every token that it keeps.
         has_states: it has recurrent states, which cannot go back.
-        slides: it keeps the newest tokens, one less than its `sliding_window`.
+        slides: it keeps the newest tokens, one less than its `sliding_window`, and counts all that have come.
         records_past: its window can hold what leaves it until the next crop.
         can_crop: whether a layer can be cut to its first so many tokens; None where none ever can.
         joins: rows of several sequences can stand in one layer, padded on the left.
@@ -203,7 +203,7 @@ LAYERS: Mapping[type, LayerRow] = {
     ),
     WindowLayer: LayerRow(tensors=_keys_and_values, can_crop=_nothing_has_left, restore=_append),
     StaticLayer: LayerRow(tensors=_keys_and_values, can_crop=_always, restore=_write),
-    StaticSlidingWindowLayer: LayerRow(tensors=_keys_and_values, slides=True, restore=_write_static_window),
+    StaticSlidingWindowLayer: LayerRow(tensors=_keys_and_values, restore=_write_static_window),
     LinearAttentionLayer: LayerRow(tensors=_states, has_tokens=False, has_states=True, joins=True, restore=_refuse),
     LinearAttentionAndFullAttentionLayer: LayerRow(
         tensors=_keys_values_and_states, has_states=True, joins=True, restore=_append
@@ -215,7 +215,7 @@ LAYERS: Mapping[type, LayerRow] = {
         tensors=_keys_values_and_states, has_states=True, restore=_write
     ),
     LinearAttentionAndStaticSlidingWindowAttentionLayer: LayerRow(
-        tensors=_keys_values_and_states, has_states=True, slides=True, restore=_write_static_window
+        tensors=_keys_values_and_states, has_states=True, restore=_write_static_window
     ),
 }
 _UNKNOWN = LayerRow(tensors=cache_tensors, has_tokens=False)
