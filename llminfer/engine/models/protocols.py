@@ -1,4 +1,4 @@
-"""What we call of transformers' models, configs and outputs, which have no types of their own."""
+"""What we call of transformers' models, configs, outputs and caches, which have no types of their own."""
 
 from __future__ import annotations
 
@@ -18,61 +18,36 @@ class Config(Protocol):
     num_attention_heads: int
     hidden_size: int
     vocab_size: int
-    dtype: torch.dtype | None
 
-    def get_text_config(self, decoder: bool | None = None) -> Config:
-        """The language model's own part."""
-        ...
+    def get_text_config(self, decoder: bool | None = None) -> Config: ...
 
 
 class Outputs(Protocol):
-    """What a forward gives back: the logits of the last positions, and what the next step needs under some name."""
+    """What a forward gives back: logits, and what the next step needs under some name."""
 
     logits: Tensor
 
-    def get(self, name: str) -> Any:
-        """The value under a name, None where there is none."""
-        ...
+    def get(self, name: str) -> Any: ...
 
 
 class CausalLM(Protocol):
-    """A model that continues ids from left to right, or its class where no weights are there yet."""
+    """A model that continues ids from left to right; its class says much before any weights are there."""
 
     config: Config
     forward: Callable[..., Outputs]
 
-    def __call__(self, **inputs: Any) -> Outputs:
-        """One forward."""
-        ...
-
     @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        ...
-
+    def device(self) -> torch.device: ...
     @property
-    def dtype(self) -> torch.dtype:
-        """What its parameters are made of."""
-        ...
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """All of its modules."""
-        ...
-
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """All of its modules by their paths."""
-        ...
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """What a step's forward is to be called with."""
-        ...
-
+    def dtype(self) -> torch.dtype: ...
+    def __call__(self, **inputs: Any) -> Outputs: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]: ...
     def _prepare_position_ids_for_generation(self, input_ids: Tensor, kwargs: dict[str, Any]) -> Tensor: ...
-
     def _update_model_kwargs_for_generation(
         self, outputs: Outputs, kwargs: dict[str, Any], is_encoder_decoder: bool = False
     ) -> dict[str, Any]: ...
-
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool: ...
 
@@ -82,13 +57,8 @@ class CacheLayer(Protocol):
 
     is_initialized: bool
 
-    def get_seq_length(self) -> int:
-        """Tokens of the sequence so far."""
-        ...
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take so many of the newest tokens back, as a negative number."""
-        ...
+    def get_seq_length(self) -> int: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
 
 
 class LayeredCache(Protocol):
