@@ -161,7 +161,7 @@ def expected_tokens(model: Any, prompt: Sequence[int], count: int, params: Sampl
 
 def our_steps(model: Any, prompt: Sequence[int], count: int, params: SamplingParams) -> list[Step]:
     """The steps of our own loop, its errors raised."""
-    forward, sample = make_forward(model, cached=True), make_sampler(params, prompt, model.device)
+    forward, sample = make_forward(model), make_sampler(params, prompt, model.device)
     torch.manual_seed(params.seed)
     running = decode(forward, sample, output_of(count), Clock(), prompt_ids=prompt)
     steps = []

@@ -27,6 +27,8 @@ from llminfer.engine.kv_cache.tensors import cache_bytes, stateful_modules
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.machine.device import is_out_of_memory
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
+from llminfer.engine.models.protocols import CausalLM
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.text.output import Output
 from llminfer.events import Finished, FinishReason, Step
@@ -65,12 +67,6 @@ class BatchLoad:
     kv_bytes: int
 
 
-# types whose attention knows distances only, so that padding on the left moves nothing
-_DISTANCES_ONLY = frozenset({"bloom", "mpt"})
-# types that count places their own way whatever they are told: GIT puts those of an image before the
-# mask, even without one, and the Kosmos types take theirs from the length of the cache
-_OWN_PLACES = frozenset({"git", "kosmos-2", "kosmos-2.5"})
-
 BatchEvent = tuple[int, Step | Finished] | BatchLoad
 # (rows, bytes that the joined cache holds now) to whether these rows have room beside each other
 Fits = Callable[[Sequence[Row], int], bool]
@@ -78,7 +74,12 @@ Fits = Callable[[Sequence[Row], int], bool]
 
 @torch.inference_mode()
 def decode_batch(
-    model: Any, waiting: Iterable[Row], clock: Clock, *, batch_size: int, fits: Fits = lambda rows, held_bytes: True
+    model: CausalLM,
+    waiting: Iterable[Row],
+    clock: Clock,
+    *,
+    batch_size: int,
+    fits: Fits = lambda rows, held_bytes: True,
 ) -> Generator[BatchEvent, None, None]:
     """Yield `(key, Step)` and `(key, Finished)` for every row, and a `BatchLoad` after each joint step.
 
@@ -110,7 +111,7 @@ class _Batch:
     are under way.
     """
 
-    model: Any
+    model: CausalLM
     clock: Clock
     waiting: Iterator[Row]
     batch_size: int
@@ -188,9 +189,9 @@ def _start(batch: _Batch, starting: list[Row]) -> Iterator[BatchEvent]:
         batch.active.extend(going)
 
 
-def _prefill(model: Any, row: Row) -> tuple[Forward, Tensor]:
+def _prefill(model: CausalLM, row: Row) -> tuple[Forward, Tensor]:
     """A forward that holds the row's prompt and what it has generated, and the logits after it."""
-    forward = make_forward(model, cached=True)
+    forward = make_forward(model)
     logits = forward(row.prompt_ids)
     for token_id in row.ids:
         logits = forward([token_id])
@@ -224,16 +225,17 @@ def _let_go(error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
 
 
-def _knows_places(model: Any, cache: Any) -> bool:
+def _knows_places(model: CausalLM, cache: Any) -> bool:
     """Whether the model can be told where each row is, which the joined cache's own length does not say."""
-    if stateful_modules(model) or model.config.model_type in _OWN_PLACES:
+    places = quirks_of(model.config.model_type).places
+    if stateful_modules(model) or places == "own":
         return False
-    if "position_ids" in forward_parameters(model) or model.config.model_type in _DISTANCES_ONLY:
+    if "position_ids" in forward_parameters(model) or places == "distances":
         return True
     return not has_tokens(cache)
 
 
-def _alone(model: Any, row: Row, forward: Forward | None, clock: Clock) -> Iterator[BatchEvent]:
+def _alone(model: CausalLM, row: Row, forward: Forward | None, clock: Clock) -> Iterator[BatchEvent]:
     """Decode one row to its end by itself, for caches that cannot be joined."""
     going = True
     while going:
@@ -279,7 +281,7 @@ def _step(batch: _Batch) -> Iterator[BatchEvent]:
             yield from _start_over(batch, (len(active) + 1) // 2)
 
 
-def _forward(model: Any, active: Sequence[Row], joined: JoinedCache) -> Tensor:
+def _forward(model: CausalLM, active: Sequence[Row], joined: JoinedCache) -> Tensor:
     """Logits after the newest token of every row, shape [rows, vocabulary]."""
     device = model.device
     mask, positions = joined.mask(device), joined.positions(device)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, exact_length, feed
+from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, common_prefix, exact_length, feed
 from llminfer.engine.forward.forward import Forward, WrappedForward, make_forward
 from llminfer.engine.generate import run_prompt
 from llminfer.engine.machine.clock import Clock
@@ -129,7 +129,7 @@ class Conversation:
         notes: tuple[str, ...] = ()
         if kept is not None and kept.ids and kept.kv_bytes is not None:
             # at least one token is fed, for the logits that come after it
-            shared = min(_common_prefix(kept.ids, ids), len(ids) - 1)
+            shared = min(common_prefix(kept.ids, ids), len(ids) - 1)
             why_not = self._why_not(kept, ids, shared)
             if why_not is None:
                 self._forward = kept
@@ -194,8 +194,3 @@ class _PacedForward(WrappedForward):
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
         mode = self._feed_mode if self.ids and self._feed_mode is not None else FeedMode.TOGETHER
         return feed(self._forward, new_ids, mode)
-
-
-def _common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((index for index, (our, their) in pairs if our != their), min(len(ours), len(theirs)))

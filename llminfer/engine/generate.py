@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from llminfer.engine.forward.cache_reuse import exact_length
-from llminfer.engine.forward.forward import Forward, PlainForward, make_forward, prefill_chunk
+from llminfer.engine.forward.chunks import prefill_chunk
+from llminfer.engine.forward.forward import Forward, PlainForward, make_forward
 from llminfer.engine.forward.torch_compile import CompiledStep, compile_step, compiled_room
 from llminfer.engine.kv_cache.kinds import TokenSchedule, check_cache, chunk_sizes
 from llminfer.engine.loop import decode

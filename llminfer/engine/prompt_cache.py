@@ -22,25 +22,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
 
 from llminfer.atomic import replacing
+from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.forward import Forward
-from llminfer.engine.kv_cache.growing import GrowingLayer, GrowingSlidingLayer
 from llminfer.engine.kv_cache.kinds import TokenSchedule, make_cache, predict_cache
+from llminfer.engine.kv_cache.layers import STATES, row_of
 from llminfer.engine.kv_cache.tensors import WHOLE_CACHES
-from llminfer.engine.kv_cache.window import WindowLayer
 from llminfer.engine.machine.disk_cache import file_digest
 from llminfer.engine.model import LoadedModel
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
@@ -52,19 +40,6 @@ FORMAT = "llminfer prompt cache"
 FORMAT_VERSION = 2
 _IDS = "token_ids"
 _NEW_FILE = "delete the file to begin a new one"
-# exact classes: a subclass may keep more than is written here
-_IN_PLACE = (GrowingLayer, GrowingSlidingLayer)
-_GROWING = (DynamicLayer, DynamicSlidingWindowLayer, WindowLayer, *_IN_PLACE)
-_STATIC_SLIDING = (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
-_STATIC = (StaticLayer, LinearAttentionAndStaticFullAttentionLayer, *_STATIC_SLIDING)
-_HYBRID = (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-)
-_RECURRENT = (LinearAttentionLayer, *_HYBRID)
-_SAVED_LAYERS = frozenset({DummyLayer, *_GROWING, *_STATIC, *_RECURRENT})
 
 
 def load_prompt_cache(
@@ -84,7 +59,7 @@ def load_prompt_cache(
         metadata = saved.metadata() or {}
         _check_metadata(file, metadata, _identity(loaded, options))
         ids = _saved_ids(file, saved.get_tensor(_IDS))
-        reuse = _common_prefix(ids, prompt_ids[:-1])
+        reuse = common_prefix(ids, prompt_ids[:-1])
         if reuse == 0:
             return None
         cache = make_cache(options, loaded.model, max_tokens)
@@ -107,7 +82,7 @@ def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options
     ids, cache = list(forward.ids), forward.cache
     if not ids or not forward.crop(len(ids)):
         raise GenerationFailed(f"{file} is not written: the run was broken off inside a step")
-    if type(cache) not in WHOLE_CACHES or not all(type(layer) in _SAVED_LAYERS for layer in cache.layers):
+    if type(cache) not in WHOLE_CACHES or any(row_of(layer).restore is None for layer in cache.layers):
         raise GenerationFailed(f"{file} is not written: {loaded.name} keeps its cache in a way of its own")
     tensors = {_IDS: torch.tensor(ids, dtype=torch.int64)}
     for index, layer in enumerate(cache.layers):
@@ -217,11 +192,6 @@ def _saved_ids(file: Path, tensor: Tensor) -> list[int]:
     return [int(token_id) for token_id in tensor.tolist()]
 
 
-def _common_prefix(ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
-    longest = min(len(ids), len(prompt_ids))
-    return next((at for at in range(longest) if ids[at] != prompt_ids[at]), longest)
-
-
 def _saved_layers(saved: Any, layers: int) -> list[dict[str, Tensor]]:
     """The tensors of each layer by their names within it."""
     tensors: list[dict[str, Tensor]] = [{} for _ in range(layers)]
@@ -262,7 +232,7 @@ def _check_cut(file: Path, layer: Any, tensors: Mapping[str, Tensor], tokens: in
             raise PromptCacheMismatch(f"{file} is damaged: keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     if reuse == tokens:
         return
-    if type(layer) in _RECURRENT:
+    if row_of(layer).has_states:
         why = "the state of a recurrent layer cannot go back"
     elif "keys" in tensors and tensors["keys"].shape[-2] != tokens:
         why = "what has left a window cannot come back"
@@ -277,12 +247,12 @@ def _check_cut(file: Path, layer: Any, tensors: Mapping[str, Tensor], tokens: in
 def _parts(layer: Any, tokens: int) -> dict[str, Tensor]:
     """The tensors of a layer by name, without places that hold no token yet."""
     parts = {}
-    if type(layer) in (*_GROWING, *_STATIC, *_HYBRID) and layer.is_initialized:
+    if row_of(layer).has_tokens and layer.is_initialized:
         if int(layer.get_seq_length()) != tokens:
             raise GenerationFailed(f"a layer holds {int(layer.get_seq_length())} tokens and not {tokens}")
         parts = {"keys": layer.keys[..., :tokens, :], "values": layer.values[..., :tokens, :]}
-    if type(layer) in _RECURRENT:
-        for name in ("conv_states", "recurrent_states"):
+    if row_of(layer).has_states:
+        for name in STATES:
             states = getattr(layer, name)
             parts.update({f"{name}.{state}": part for state, part in states.items() if part is not None})
     return parts
@@ -292,20 +262,11 @@ def _fill(layer: Any, tensors: Mapping[str, Tensor], tokens: int) -> None:
     """Put the first `tokens` tokens into an empty layer."""
     if "keys" in tensors:
         keys, values = (tensors[name][..., :tokens, :] for name in ("keys", "values"))
-        if type(layer) in _STATIC:
-            layer.update(keys, values)
-            if type(layer) in _STATIC_SLIDING:
-                layer.cumulative_length_int = tokens
-        elif type(layer) in _IN_PLACE:
-            layer.update(keys, values)
-            if isinstance(layer, GrowingSlidingLayer):
-                layer.advance_over(tokens - keys.shape[-2])
-        else:
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = tokens
-    for name, update in (("conv_states", "update_conv_state"), ("recurrent_states", "update_recurrent_state")):
+        restore = row_of(layer).restore
+        if restore is None:
+            raise ValueError(f"it has keys and values for a {type(layer).__name__}")
+        restore(layer, keys, values, tokens)
+    for name, update in STATES.items():
         for key, state in tensors.items():
             if key.startswith(f"{name}."):
                 getattr(layer, update)(state, state_idx=int(key.removeprefix(f"{name}.")))

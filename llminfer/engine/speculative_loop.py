@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.forward import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.models.capabilities import text_config
 from llminfer.engine.sampling.sampler import Draw, Sampler
 from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
-from llminfer.engine.speculation.drafters import Drafter, DraftModel, PromptLookup, agreeing, check_cost, relative_cost
+from llminfer.engine.speculation.drafters import Drafter, DraftModel, PromptLookup, check_cost, relative_cost
 from llminfer.engine.text.output import Output
 from llminfer.errors import GenerationFailed, UsageError
 from llminfer.events import Finished, FinishReason, Step
@@ -58,7 +59,7 @@ class _Round:
     @property
     def accepted(self) -> int:
         """Drafted ids that were the ids drawn."""
-        return agreeing(self.drafted, [token.draw.token_id for token in self.drawn])
+        return common_prefix(self.drafted, [token.draw.token_id for token in self.drawn])
 
 
 @torch.inference_mode()

@@ -48,11 +48,6 @@ class PerToken:
         """Elements of one entry, as the architecture needs them."""
         return self.heads * self.dim
 
-    @property
-    def transformers_elements(self) -> int:
-        """Elements of one entry, as transformers caches them."""
-        return (self.heads if self.transformers_heads is None else self.transformers_heads) * self.dim
-
     def entries(self, *, tokens: int, kept: int) -> int:
         """Entries after `tokens` tokens of a sequence, of which the layer's window keeps `kept`."""
         seen = kept if self.windowed else tokens

@@ -105,7 +105,7 @@ def rows_of(model: Any, sampled: bool) -> list[Row]:
 
 
 def alone(model: Any, prompt: Sequence[int], limit: int, params: SamplingParams) -> list[int]:
-    forward, sample = make_forward(model, cached=True), make_sampler(params, prompt, model.device)
+    forward, sample = make_forward(model), make_sampler(params, prompt, model.device)
     return [step.token_id for step in decode(forward, sample, output_of(limit), Clock(), prompt_ids=prompt)]
 
 

@@ -263,11 +263,11 @@ def test_a_template_that_rewrites_earlier_turns_changes_no_answer(tiny: Any, mod
 def test_a_window_can_be_cropped_until_it_moves_on(tiny: Any, model_type: str) -> None:
     model = tiny(model_type).model
     for length, croppable in ((WINDOW - 1, True), (WINDOW, model_type == "llama")):
-        forward = make_forward(model, cached=True)
+        forward = make_forward(model)
         forward(range(5, 5 + length))
         assert forward.crop(6) == croppable
         if croppable:
-            fresh = make_forward(model, cached=True)(range(5, 5 + 9))
+            fresh = make_forward(model)(range(5, 5 + 9))
             assert torch.allclose(forward(range(11, 14)), fresh, atol=1e-5)
 
 

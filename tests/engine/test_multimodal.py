@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
 from llminfer.engine.generate import generate
 from llminfer.engine.load import load
-from llminfer.engine.models.support import NOT_ALONE, check_direction, check_inputs, check_model_type, read_architecture
+from llminfer.engine.models.quirks import QUIRKS
+from llminfer.engine.models.support import check_direction, check_inputs, check_model_type, read_architecture
 from llminfer.engine.text.prompt import encode_prompt
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.events import Finished, Started, Step
@@ -114,7 +115,8 @@ def test_types_that_run_are_not_refused() -> None:
 
 
 def test_what_is_refused_by_name_is_what_cannot_run() -> None:
-    assert NOT_ALONE.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() <= CANNOT_RUN.keys()
+    refused = {name for name, quirks in QUIRKS.items() if quirks.not_alone}
+    assert refused & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() <= CANNOT_RUN.keys()
 
 
 IN_PARTS = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llminfer.engine.backend import prepare_execution
 from llminfer.engine.forward.forward import make_forward
-from llminfer.engine.kv_cache.growing import GrowingCache
+from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.native import build, decoder, packed
@@ -30,7 +30,7 @@ from llminfer.engine.weights.packed_linear import LazyWeight
 from llminfer.engine.weights.packing import pack_model
 from llminfer.errors import LlminferError, UsageError
 from llminfer.events import Step
-from llminfer.params import Execution, SamplingParams
+from llminfer.params import CacheOptions, Execution, SamplingParams
 from tests.parity import output_of
 from tests.tiny_models import tiny_config, tiny_ids, tiny_model
 
@@ -120,7 +120,9 @@ def packed_pair(model_type: str, kind: str, **overrides: Any) -> tuple[Any, Any]
 
 
 def native_forward(model: Any) -> NativeForward:
-    return NativeForward(model, decoder=decoder.Decoder(model), cache=GrowingCache(model.config))
+    return NativeForward(
+        model, decoder=decoder.Decoder(model), cache=make_cache(CacheOptions(kind="growing"), model, None)
+    )
 
 
 # tokens fed by each call: a prompt through either road, then one by one and several at once
@@ -177,14 +179,14 @@ def test_variants_within_a_family(model_type: str, overrides: dict[str, Any]) ->
 @pytest.mark.parametrize("tied", [False, True])
 def test_ids_without_an_embedding_are_refused_and_nothing_is_read(dtype: torch.dtype, tied: bool) -> None:
     model = tiny_model(tiny_config("llama", tie_word_embeddings=tied), dtype)
-    decoder_of = prepare_execution(model, Execution(engine="native", weights="float16"), "a model").way
+    decoder_of = prepare_execution(model, Execution(engine="native", weights="float16"), "a model").factory
     assert decoder_of is not None
-    size, cache = model.config.vocab_size, GrowingCache(model.config)
+    size, cache = model.config.vocab_size, make_cache(CacheOptions(kind="growing"), model, None)
     with torch.inference_mode():
         for wrong in (size, -1, 2**40, -(2**40)):
             with pytest.raises(IndexError):
                 decoder_of(model, cache=cache).last([3, wrong], 1)
-        first = decoder_of(model, cache=GrowingCache(model.config)).last([3, size - 1], 1)
+        first = decoder_of(model, cache=make_cache(CacheOptions(kind="growing"), model, None)).last([3, size - 1], 1)
         assert torch.equal(decoder_of(model, cache=cache).last([3, size - 1], 1), first)
 
 
@@ -192,7 +194,7 @@ def test_more_tokens_than_a_step_takes_are_refused() -> None:
     model, _ = packed_pair("llama", "float32")
     native = decoder.Decoder(model)
     with pytest.raises(IndexError):
-        native.step([3] * (native.most_tokens + 1), GrowingCache(model.config), 0)
+        native.step([3] * (native.most_tokens + 1), make_cache(CacheOptions(kind="growing"), model, None), 0)
 
 
 def test_several_last_logits_are_those_of_single_steps() -> None:

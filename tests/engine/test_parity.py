@@ -180,7 +180,7 @@ def test_greedy_tokens_equal_generate(tiny: Any, length: int, way: Any) -> None:
 def test_sampled_tokens_equal_generate(tiny: Any, length: int, seed: int) -> None:
     prompt = prompt_of(length)
     params = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.3, seed=seed)
-    ours = [step.token_id for step in our_steps(tiny, prompt, make_forward(tiny, cached=True), params, 20)]
+    ours = [step.token_id for step in our_steps(tiny, prompt, make_forward(tiny), params, 20)]
     torch.manual_seed(seed)
     assert ours == reference_ids(
         tiny, prompt, 20, do_sample=True, temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.3
@@ -190,7 +190,7 @@ def test_sampled_tokens_equal_generate(tiny: Any, length: int, seed: int) -> Non
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 23])
 def test_predicted_bytes_equal_the_cache_after_every_step(tiny: Any, length: int) -> None:
     kv = read_model(tiny.config.to_dict(), source="tiny")
-    forward = make_forward(tiny, cached=True)
+    forward = make_forward(tiny)
     for step in our_steps(tiny, prompt_of(length), forward, GREEDY, 12):
         predicted = footprint(kv, tokens=step.cached_tokens, dtype="float32")
         assert step.cached_tokens == length + step.index
@@ -204,7 +204,7 @@ def test_predicted_bytes_equal_the_cache_after_every_step(tiny: Any, length: int
 
 def test_cached_and_recomputed_logits_agree(tiny: Any) -> None:
     prompt = prompt_of(11)
-    cached, uncached = make_forward(tiny, cached=True), UncachedForward(tiny)
+    cached, uncached = make_forward(tiny), UncachedForward(tiny)
     new = prompt
     with torch.inference_mode():
         for _ in range(10):

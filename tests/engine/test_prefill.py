@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llminfer.engine.forward import forward as forward_module
-from llminfer.engine.forward.forward import (
-    DEFAULT_PREFILL_CHUNK,
-    PlainForward,
-    PreparedForward,
-    make_forward,
-    prefill_chunk,
-)
+from llminfer.engine.forward.chunks import DEFAULT_PREFILL_CHUNK, prefill_chunk
+from llminfer.engine.forward.forward import PlainForward, PreparedForward, make_forward
 from llminfer.engine.generate import generate
-from llminfer.engine.models.capabilities import NOT_CONTINUED, ONE_AT_A_TIME
+from llminfer.engine.models.quirks import QUIRKS
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.events import Started, Step
 from llminfer.kv.footprint import footprint
@@ -189,8 +182,8 @@ def test_a_longer_first_chunk_gives_the_tokens_and_bytes_of_one_pass(
 ) -> None:
     model, prompt, options = tiny("llama"), prompt_of(length), CacheOptions(kind=kind)
     whole = steps_of(make_forward(model, options=options, max_tokens=100), prompt, 8)
-    monkeypatch.setattr(forward_module, "_FIRST_CHUNKS", {"cpu": (24, frozenset({torch.float32}))})
-    monkeypatch.setattr(forward_module, "DEFAULT_PREFILL_CHUNK", 10)
+    monkeypatch.setattr(chunks_module, "_FIRST_CHUNKS", {"cpu": (24, frozenset({torch.float32}))})
+    monkeypatch.setattr(chunks_module, "DEFAULT_PREFILL_CHUNK", 10)
     with watched(model) as seen:
         steps = steps_of(make_forward(model, options=options, max_tokens=100), prompt, 8)
     first, rest = min(length, 24), max(length - 24, 0)
@@ -252,7 +245,7 @@ def test_8k_tokens_of_the_real_model_stay_within_the_footprint(smollm: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(ONE_AT_A_TIME))
+@pytest.mark.parametrize("model_type", sorted(name for name, quirks in QUIRKS.items() if quirks.one_at_a_time))
 def test_what_is_named_as_an_exception_still_is_one(model_type: str) -> None:
     model, prompt = tiny(model_type), prompt_of(23)
     way = PlainForward if type(make_forward(model)._forward) is PlainForward else PreparedForward  # type: ignore[attr-defined]
@@ -265,7 +258,3 @@ def test_what_is_named_as_an_exception_still_is_one(model_type: str) -> None:
         except Exception:
             return
     assert not torch.allclose(logits, whole, rtol=1e-4, atol=1e-4)
-
-
-def test_the_exceptions_are_types_that_exist() -> None:
-    assert set(NOT_CONTINUED) <= set(ONE_AT_A_TIME) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -18,6 +18,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from llminfer.engine.forward.forward import Forward, make_forward
+from llminfer.engine.models.protocols import CausalLM, Config
 
 _HEAD, _TAIL = 5, 3
 # in units of the logits' spread. How far single tokens are apart is rounding, as long as it is little; a lost
@@ -36,11 +37,11 @@ class FeedMode(Enum):
 
 
 @torch.inference_mode()
-def choose_feed_mode(model: Any, ids: Sequence[int]) -> FeedMode:
+def choose_feed_mode(model: CausalLM, ids: Sequence[int]) -> FeedMode:
     """Run a few of these ids in one piece and in two, and see which way gives the same logits."""
     few = (list(ids) * (_HEAD + _TAIL))[: _HEAD + _TAIL]
     try:
-        whole = make_forward(model, cached=True)
+        whole = make_forward(model)
         expected = whole(few)
         if whole.cache is None or _selects_keys(whole.cache):
             return FeedMode.NEVER
@@ -64,7 +65,13 @@ def feed(forward: Forward, new_ids: Sequence[int], mode: FeedMode) -> Tensor:
     return forward(last)
 
 
-def exact_length(config: Any) -> int | None:
+def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (our, their) in pairs if our != their), min(len(ours), len(theirs)))
+
+
+def exact_length(config: Config) -> int | None:
     """The length up to which cached keys stay what they were, None for any length.
 
     Rotary embeddings of these kinds change their frequencies for the whole sequence once it is longer.
@@ -91,10 +98,10 @@ def _selects_keys(cache: Any) -> bool:
     return isinstance(cache, Cache) and any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers)
 
 
-def _apart(model: Any, ids: Sequence[int], mode: FeedMode, expected: Tensor) -> float:
+def _apart(model: CausalLM, ids: Sequence[int], mode: FeedMode, expected: Tensor) -> float:
     """How far the logits after a continuation are from those expected, in units of their spread."""
     try:
-        forward = make_forward(model, cached=True)
+        forward = make_forward(model)
         forward(ids[:_HEAD])
         ours = feed(forward, ids[_HEAD:], mode).float()
     except Exception:  # a model that cannot be fed this way may say so in any manner

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llminfer.engine.forward.chunks import Chunks, chunks_for
 from llminfer.engine.forward.gqa_attention import grouped_attention
 from llminfer.engine.forward.turns import check_claim, claim, turn_of
 from llminfer.engine.kv_cache.kinds import make_cache
@@ -31,34 +32,16 @@ from llminfer.engine.kv_cache.tensors import (
     forget_states,
     keeps_past,
     module_states,
+    returned_cache,
     stateful_modules,
 )
 from llminfer.engine.kv_cache.window import window_mask
-from llminfer.engine.models.capabilities import (
-    check_chunks,
-    forward_parameters,
-    layer_types,
-    prepares_by_default,
-    text_config,
-    why_one_at_a_time,
-)
+from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
+from llminfer.engine.models.protocols import CausalLM, Outputs
 from llminfer.params import CacheOptions
 
-# where models put what they cache: most under the first, some under names of their own
-_CACHE_FIELDS = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-# tokens of a prompt at a time: enough to keep a processor busy, few enough to bound what a layer holds at once
-DEFAULT_PREFILL_CHUNK = 2048
-# by kind of device: tokens that begin a prompt at once, in which element types. They need no mask, so a
-# kernel takes them that later chunks cannot have; where there is none, all scores would be in memory
-_FIRST_CHUNKS = {"cuda": (32768, frozenset({torch.bfloat16, torch.float16}))}
-_WIDEST_FUSED_HEAD = 256
-# a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
-_WHOLE_PROMPT = frozenset({"quantized", "none"})
-
-# (new ids, ids fed before) to the chunks to feed
-Chunks = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 # the model, or what runs it: its arguments to its outputs
-Call = Callable[..., Any]
+Call = Callable[..., Outputs]
 
 
 class Forward(Protocol):
@@ -105,9 +88,8 @@ ForwardFactory = Callable[..., Forward]
 
 
 def make_forward(
-    model: Any,
+    model: CausalLM,
     *,
-    cached: bool = True,
     options: CacheOptions | None = None,
     max_tokens: int | None = None,
     cache: Any = None,
@@ -117,8 +99,7 @@ def make_forward(
     """The forward for this model.
 
     Args:
-        cached: False gives the textbook loop, as `options` of kind `none` do.
-        options: which cache, and how much of a prompt to feed at a time.
+        options: which cache, and how much of a prompt to feed at a time; kind `none` gives the textbook loop.
         max_tokens: the most tokens that will be cached, for caches that are allocated at once.
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
@@ -127,87 +108,21 @@ def make_forward(
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
     """
-    options = options or CacheOptions(kind="dynamic" if cached else "none")
+    options = options or CacheOptions()
     if cache is None:
         cache = make_cache(options, model, max_tokens)
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
     factory = factory or _FACTORIES.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
     turn = partial(_turn, model, attention)
-    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), _chunks(model, options), turn)
+    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), chunks_for(model, options), turn)
 
 
 @contextmanager
-def _turn(model: Any, attention: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def _turn(model: CausalLM, attention: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """No other thread is in the model's forward while this is open."""
     with turn_of(model), attention():
         yield
-
-
-def prefill_chunk(model: Any, options: CacheOptions) -> int | None:
-    """Tokens of a prompt to feed at a time at most, None for all at once.
-
-    Raises:
-        UnsupportedArchitecture: when chunks were asked for and the model cannot be fed so.
-    """
-    if options.prefill_chunk is not None:
-        check_chunks(model.config, type(model).__name__)
-        return options.prefill_chunk
-    whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
-    return None if whole else _first_chunk(model, options)
-
-
-def _first_chunk(model: Any, options: CacheOptions) -> int:
-    """Tokens that may begin a prompt at once: many where attention needs no mask and keeps no scores."""
-    tokens, dtypes = _FIRST_CHUNKS.get(model.device.type, (DEFAULT_PREFILL_CHUNK, frozenset[torch.dtype]()))
-    fused = model.dtype in dtypes and options.name != "window" and _is_fused(model)
-    return tokens if fused else DEFAULT_PREFILL_CHUNK
-
-
-def _is_fused(model: Any) -> bool:
-    """Whether every layer attends through torch's function, causally, with keys as wide as values."""
-    text = text_config(model.config)
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    if not isinstance(heads, int) or not isinstance(hidden, int) or hasattr(text, "kv_lora_rank"):
-        return False
-    width = getattr(text, "head_dim", None) or hidden // heads
-    full = layer_types(model.config) == {"full_attention"}
-    return full and width <= _WIDEST_FUSED_HEAD and model.config._attn_implementation == "sdpa"
-
-
-def _takes_pieces(model: Any) -> bool:
-    """Whether several tokens may be fed after others; of a checkpoint's own code that is not known."""
-    own_code = type(model).__module__.startswith("transformers_modules.")
-    return not own_code and why_one_at_a_time(model.config) is None
-
-
-def _chunks(model: Any, options: CacheOptions) -> Chunks:
-    """How this model is to be fed when more than one id comes at once."""
-    chunk = prefill_chunk(model, options)
-    if chunk is not None:
-        return _chunks_of(chunk, options.prefill_chunk or DEFAULT_PREFILL_CHUNK)
-    return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
-
-
-def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    yield new_ids
-
-
-def _chunks_of(first: int, size: int) -> Chunks:
-    def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-        start, end = 0, size if fed else first
-        while start < len(new_ids):
-            yield new_ids[start:end]
-            start, end = end, end + size
-
-    return split
-
-
-def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    if fed == 0:
-        yield new_ids
-    else:
-        yield from ([new_id] for new_id in new_ids)
 
 
 class WrappedForward:
@@ -275,11 +190,10 @@ class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
     __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
-    kv_bytes = None
-    cache = None
+    kv_bytes = cache = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, model: Any, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: CausalLM, *, cache: None = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
         self.ids = list(cached_ids)
         self._keyword_arguments = static_arguments(model, use_cache=False)
@@ -302,33 +216,23 @@ class UncachedForward:
         return True
 
 
-class PlainForward:
-    """Feeds the new ids and their positions; keys and values of the others come from the cache."""
+class CachedForward:
+    """What feeding new ids on top of a cache has in common, however a model's inputs are made.
+
+    A model that takes the cache and puts nothing in is fed the whole sequence: the newest token alone gives garbage.
+    """
 
     __slots__ = (
-        "_accepts_positions",
-        "_cache",
-        "_device",
-        "_ids",
-        "_keyword_arguments",
-        "_model",
-        "_owner",
-        "_stateful",
-        "_step",
-        "_torn",
-        "_uncached",
+        *("_accepts_positions", "_cache", "_device", "_ids", "_model", "_owner", "_stateful", "_torn", "_uncached"),
     )
 
-    def __init__(
-        self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
-    ) -> None:
-        self._model, self._step = model, step or model
+    def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+        self._model = model
         self._device = model.device  # which asks the parameters each time
         self._cache = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._keyword_arguments = static_arguments(model, use_cache=True)
         self._accepts_positions = "position_ids" in forward_parameters(model)
         self._ids = list(cached_ids)
-        self._torn = False
+        self._torn = False  # a call was broken off, so the layers may hold more than these ids
         self._uncached: UncachedForward | None = None
         self._stateful, self._owner = stateful_modules(model), None
         if self._stateful:
@@ -345,23 +249,28 @@ class PlainForward:
             return self._uncached.last(new_ids, count)
         if self._stateful:
             check_claim(self._model, self._owner)
-        ids = _tensor(new_ids, self._device)
-        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
+        call, inputs = self._prepared(new_ids, count)
         self._torn = True
-        run = self._step if self._ids and len(new_ids) == 1 else self._model
-        outputs = run(input_ids=ids, **arguments)
+        outputs = call(**inputs)
         # most give back the cache they were given; BLT puts it into a larger one
-        self._cache = _returned_cache(outputs, self._cache)
-        if not self._ids and not cache_bytes(self._cache):
-            # the model took the cache and put nothing in: the newest token alone would be garbage
+        self._cache = returned_cache(outputs, self._cache)
+        if not self._ids and (self._cache is None or not cache_bytes(self._cache)):
             self._uncached = UncachedForward(self._model)
             return self._uncached.last(new_ids, count)
+        self._went_on(outputs)
         self._torn = False
         self._ids.extend(new_ids)
         return _last_logits(outputs, count)
 
-    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
-        return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
+        """What to call, and its arguments for the logits of the last `count` of these ids."""
+        raise NotImplementedError
+
+    def _went_on(self, outputs: Outputs) -> None:
+        """Take from the outputs what the next step's inputs are made of."""
+
+    def _went_back(self) -> None:
+        """Forget what earlier outputs have left for the next step's inputs."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -375,6 +284,7 @@ class PlainForward:
                 return False
             self._torn = False
             del self._ids[tokens:]
+            self._went_back()
         return True
 
     @property
@@ -389,7 +299,32 @@ class PlainForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return _no_cache_note(self._model) if self._uncached is not None else ()
+        name = type(self._model).__name__
+        return (
+            () if self._uncached is None else (f"{name} returned no cache: every step recomputed the whole sequence",)
+        )
+
+
+class PlainForward(CachedForward):
+    """Feeds the new ids and their positions; keys and values of the others come from the cache."""
+
+    __slots__ = ("_keyword_arguments", "_step")
+
+    def __init__(
+        self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
+    ) -> None:
+        super().__init__(model, cache=cache, cached_ids=cached_ids)
+        self._step = step or model
+        self._keyword_arguments = static_arguments(model, use_cache=True)
+
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
+        ids = _tensor(new_ids, self._device)
+        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
+        call = self._step if self._ids and len(new_ids) == 1 else self._model
+        return call, {"input_ids": ids, **arguments}
+
+    def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
 
 
 class WindowForward(PlainForward):
@@ -404,27 +339,18 @@ class WindowForward(PlainForward):
         return {**super()._arguments(ids), "attention_mask": mask}
 
 
-class PreparedForward:
+class PreparedForward(CachedForward):
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
 
-    __slots__ = ("_accepts_positions", "_cache", "_ids", "_kwargs", "_model", "_sequence", "_torn", "_uncached")
+    __slots__ = ("_kwargs", "_sequence")
 
-    def __init__(self, model: Any, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
-        self._model = model
-        self._accepts_positions = "position_ids" in forward_parameters(model)
-        self._ids = list(cached_ids)
-        self._sequence = _tensor(self._ids, model.device)
-        self._cache: object | None = make_cache(CacheOptions(), model, None) if cache is None else cache
-        self._kwargs = self._first_kwargs()
-        self._torn = False
-        self._uncached: UncachedForward | None = None
+    def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+        super().__init__(model, cache=cache, cached_ids=cached_ids)
+        self._sequence = _tensor(self._ids, self._device)
+        self._kwargs: dict[str, Any] = {}
+        self._went_back()
 
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        return self.last(new_ids, 1)
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if self._uncached is not None:
-            return self._uncached.last(new_ids, count)
+    def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
         first = not self._ids
         ids = self._extended(new_ids)
         # the model extends its own arguments by one token a step; for more they are made anew
@@ -437,18 +363,7 @@ class PreparedForward:
             is_first_iteration=first or len(new_ids) > 1,
             **_keeping(count, self._kwargs),
         )
-        self._torn = True
-        outputs = self._model(**inputs, return_dict=True)
-        self._cache = _returned_cache(outputs, self._cache)
-        if first and (self._cache is None or not cache_bytes(self._cache)):
-            self._uncached = UncachedForward(self._model)
-            return self._uncached.last(new_ids, count)
-        self._kwargs = self._model._update_model_kwargs_for_generation(
-            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
-        )
-        self._torn = False
-        self._ids.extend(new_ids)
-        return _last_logits(outputs, count)
+        return self._model, {**inputs, "return_dict": True}
 
     def _extended(self, new_ids: Sequence[int]) -> Tensor:
         """All ids with the new ones, shape [1, tokens]: written behind the others, which are not copied each time."""
@@ -457,50 +372,27 @@ class PreparedForward:
             longer = self._sequence.new_empty(1, 2 * tokens)
             longer[:, :fed] = self._sequence[:, :fed]
             self._sequence = longer
-        self._sequence[:, fed:tokens] = _tensor(new_ids, self._sequence.device)
+        self._sequence[:, fed:tokens] = _tensor(new_ids, self._device)
         return self._sequence[:, :tokens]
 
-    def _first_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"use_cache": True}
+    def _went_on(self, outputs: Outputs) -> None:
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._model.config.is_encoder_decoder
+        )
+
+    def _went_back(self) -> None:
+        self._kwargs = {"use_cache": True}
         if self._cache is not None:
-            kwargs["cache"] = self._cache
+            self._kwargs["cache"] = self._cache
         if "logits_to_keep" in forward_parameters(self._model):
-            kwargs["logits_to_keep"] = 1
-        return kwargs
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._ids if self._uncached is None else self._uncached.ids
-
-    def crop(self, tokens: int) -> bool:
-        if self._uncached is not None:
-            return self._uncached.crop(tokens)
-        if tokens < len(self._ids) or self._torn or keeps_past(self._cache):
-            if not crop_cache(self._cache, tokens):
-                return False
-            self._torn = False
-            del self._ids[tokens:]
-            self._kwargs = self._first_kwargs()
-        return True
-
-    @property
-    def cache(self) -> Any:
-        return None if self._uncached is not None else self._cache
-
-    @property
-    def kv_bytes(self) -> int | None:
-        return None if self.cache is None else cache_bytes(self.cache)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return _no_cache_note(self._model) if self._uncached is not None else ()
+            self._kwargs["logits_to_keep"] = 1
 
 
 # the ways that a kind of cache asks for; the others are the model's choice
 _FACTORIES: Mapping[str, ForwardFactory] = {"none": UncachedForward, "window": WindowForward}
 
 
-def static_arguments(model: Any, *, use_cache: bool) -> dict[str, Any]:
+def static_arguments(model: CausalLM, *, use_cache: bool) -> dict[str, Any]:
     """The arguments that stay the same at every step, as far as the model knows them."""
     wanted = {"use_cache": use_cache, "logits_to_keep": 1}
     accepted = forward_parameters(model)
@@ -521,18 +413,5 @@ def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
 
 
-def _last_logits(outputs: Any, count: int) -> Tensor:
-    logits: Tensor = outputs.logits[0, -count:]
-    return logits
-
-
-def _returned_cache(outputs: Any, given: object | None) -> object | None:
-    for name in _CACHE_FIELDS:
-        value = outputs.get(name)
-        if value is not None:
-            return value  # type: ignore[no-any-return]
-    return given
-
-
-def _no_cache_note(model: Any) -> tuple[str, ...]:
-    return (f"{type(model).__name__} returned no cache: every step recomputed the whole sequence",)
+def _last_logits(outputs: Outputs, count: int) -> Tensor:
+    return outputs.logits[0, -count:]

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,8 @@ from llminfer.engine.models.capabilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.models.protocols import CausalLM, Config, Outputs
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.params import CacheOptions
 
@@ -48,9 +50,6 @@ _SCRATCH_TOKENS = 2
 # counters of the layers with windows, plain integers that grow with every token
 _COUNTERS = r".*cumulative_length_int"
 
-# found by running a tiny model of every type
-NOT_COMPILED: Mapping[str, str] = {"biogpt": "its positions depend on the length of the cache"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
@@ -67,7 +66,7 @@ class CompiledStep:
     notes: tuple[str, ...] = ()
 
 
-def check_compiled(config: Any, source: str, *, known: Any | None = None) -> None:
+def check_compiled(config: Config, source: str, *, known: type[CausalLM] | None = None) -> None:
     """Refuse a model that cannot be compiled over a static cache, before its weights are read.
 
     Args:
@@ -82,7 +81,7 @@ def check_compiled(config: Any, source: str, *, known: Any | None = None) -> Non
         raise UnsupportedArchitecture(f"{source} cannot be compiled: {reason}", hint=_DROP)
 
 
-def why_not_compiled(config: Any, known: Any | None) -> str | None:
+def why_not_compiled(config: Config, known: type[CausalLM] | None) -> str | None:
     """Why a model of this config and class cannot be compiled; None when it can."""
     model_type = text_config(config).model_type
     if known is None:
@@ -97,7 +96,7 @@ def why_not_compiled(config: Any, known: Any | None) -> str | None:
         return f"its {', '.join(sorted(layer_types(config)))} layers keep what no graph can write to"
     if not prepares_by_default(known):
         return f"{model_type} models prepare the inputs of every step in their own way"
-    return NOT_COMPILED.get(model_type)
+    return quirks_of(model_type).not_compiled
 
 
 def compiled_room(tokens: int) -> int:
@@ -106,7 +105,7 @@ def compiled_room(tokens: int) -> int:
 
 
 @torch.inference_mode()
-def compile_step(model: Any, room: int) -> CompiledStep:
+def compile_step(model: CausalLM, room: int) -> CompiledStep:
     """Compile the forward of one token over a static cache of `room` tokens, and run it once or twice.
 
     Whatever fails in the compiler is a note, and the model is then called as it is.
@@ -154,7 +153,7 @@ def _compiler_settings() -> Iterator[None]:
             os.environ[_FOLDER_VARIABLE] = before
 
 
-def _warm(model: Any, room: int) -> Call:
+def _warm(model: CausalLM, room: int) -> Call:
     """The compiled call, run on a scratch cache in every state that a run within the room may come to."""
     compiled = torch.compile(
         _run, backend=_matvec_backend if model.device.type == "cpu" else "inductor", fullgraph=True
@@ -172,14 +171,14 @@ def _warm(model: Any, room: int) -> Call:
     return call
 
 
-def _arguments(model: Any, cache: Any, *, start: int, tokens: int) -> dict[str, Any]:
+def _arguments(model: CausalLM, cache: Any, *, start: int, tokens: int) -> dict[str, Any]:
     """What a plain forward gives the model for so many tokens from position `start` on."""
     positions = torch.arange(start, start + tokens, device=model.device).unsqueeze(0)
     arguments = {"input_ids": torch.zeros_like(positions), **static_arguments(model, use_cache=True), "cache": cache}
     return arguments | ({"position_ids": positions} if "position_ids" in forward_parameters(model) else {})
 
 
-def _run(model: Any, **arguments: Any) -> Any:
+def _run(model: CausalLM, **arguments: Any) -> Outputs:
     return model(**arguments)
 
 

@@ -12,28 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache
 
-# exact classes: a subclass may keep more than is joined here
-_GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-_SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-_RECURRENT = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
-_JOINABLE = frozenset({DummyLayer, *_GROWING, *_SLIDING, *_RECURRENT})
+from llminfer.engine.kv_cache.layers import STATES, row_of
+from llminfer.engine.models.protocols import LayeredCache
 
 
-def can_join(cache: Any, tokens: int) -> bool:
+def can_join(cache: LayeredCache, tokens: int) -> bool:
     """Whether the cache of a sequence of `tokens` tokens can be put beside that of another.
 
     Every layer must be of a kind whose rows are independent, and hold a place for each token and no
@@ -42,17 +27,17 @@ def can_join(cache: Any, tokens: int) -> bool:
     # exactly this class: one derived from it may keep more than its layers
     if type(cache) is not DynamicCache or not cache.layers:
         return False
-    return all(type(layer) in _JOINABLE for layer in cache.layers) and all(
+    return all(row_of(layer).joins for layer in cache.layers) and all(
         layer.get_seq_length() == tokens
         for layer in cache.layers
         # a layer for an image that is not there stays empty
-        if type(layer) in (*_GROWING, *_SLIDING) and layer.is_initialized
+        if row_of(layer).has_tokens and layer.is_initialized
     )
 
 
-def has_tokens(cache: Any) -> bool:
+def has_tokens(cache: LayeredCache) -> bool:
     """Whether some layer holds tokens, which have places, and not states alone."""
-    return any(type(layer) in (*_GROWING, *_SLIDING) for layer in cache.layers)
+    return any(row_of(layer).has_tokens for layer in cache.layers)
 
 
 class JoinedCache:
@@ -132,10 +117,10 @@ class JoinedCache:
 
 def _set_length(layer: Any, before: int, after: int) -> None:
     """Pad on the left, or cut there, so that a layer of `before` tokens counts as one of `after`."""
-    if before == after or type(layer) not in (*_GROWING, *_SLIDING) or not layer.is_initialized:
+    if before == after or not row_of(layer).has_tokens or not layer.is_initialized:
         return
     kept = after
-    if type(layer) in _SLIDING:
+    if row_of(layer).slides:
         layer.cumulative_length = after
         # the layer keeps one less than its window, and everything when the window is 1
         kept = min(after, layer.sliding_window - 1) if layer.sliding_window > 1 else after
@@ -152,10 +137,10 @@ def _fit(states: Tensor, length: int) -> Tensor:
 
 def _each_tensor(ours: Any, theirs: Any, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replace every row-wise tensor of a layer by what `combine` makes of it and the other layer's."""
-    if type(ours) in (*_GROWING, *_SLIDING) and ours.is_initialized:
+    if row_of(ours).has_tokens and ours.is_initialized:
         ours.keys, ours.values = combine(ours.keys, theirs.keys), combine(ours.values, theirs.values)
-    if type(ours) in _RECURRENT:
-        for name in ("conv_states", "recurrent_states"):
+    if row_of(ours).has_states:
+        for name in STATES:
             mine, other = getattr(ours, name), getattr(theirs, name)
             for state, tensor in mine.items():
                 if tensor is not None:

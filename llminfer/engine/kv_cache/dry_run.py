@@ -26,7 +26,10 @@ from transformers import (
     MusicgenMelodyForCausalLM,
 )
 
-from llminfer.engine.kv_cache.tensors import BOOKKEEPING, MODULE_STATES
+from llminfer.engine.kv_cache.layers import named_tensors
+from llminfer.engine.kv_cache.tensors import MODULE_STATES, returned_cache
+from llminfer.engine.models.protocols import CausalLM
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import LlminferError, UnsupportedArchitecture
 from llminfer.kv.config import text_config
 from llminfer.kv.context import scaled_context
@@ -38,12 +41,8 @@ from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 _PROBES = (3, 6000)
 # in this type, a tensor of another type shows that it is pinned to that
 _PROBE_DTYPE = "bfloat16"
-# MusicGen's decoder drops all but the last token of a prompt when it is given a cache
-_PLAIN_INPUTS = frozenset({"musicgen_decoder", "musicgen_melody_decoder"})
 # a run with values computes all that a model computes, so it gets no more tokens than this
 MOST_REAL_TOKENS = 64
-# the names under which a model's output carries what the next step needs
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +169,18 @@ def measure_cache(cache: Any) -> tuple[LayerBytes, ...]:
     return _measure(_layer_tensors(cache))
 
 
-def measure_model(model: Any, cache: Any) -> tuple[LayerBytes, ...]:
+def measure_model(model: CausalLM, cache: Any) -> tuple[LayerBytes, ...]:
     """The cache of a model, with the states that RecurrentGemma keeps in its modules and not in the cache."""
     layers = _layer_tensors(cache)
     for name, module in model.named_modules():
         kept = {key: value for key, value in vars(module).items() if key in MODULE_STATES and value is not None}
         if kept:
             index = next(int(part) for part in name.split(".") if part.isdigit())
-            layers[index] |= _named_tensors(kept)
+            layers[index] |= _distinct(kept)
     return _measure(layers)
 
 
-def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
+def decode(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
     """Feed `ids`, then `steps` single tokens, as `generate` would.
 
     The model prepares its own inputs, so types that take more than ids (or take them otherwise) work.
@@ -189,7 +188,7 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
     Yields:
         The tokens seen so far and the cache, after each forward.
     """
-    if model.config.model_type in _PLAIN_INPUTS:
+    if quirks_of(model.config.model_type).prompt_without_cache:
         yield from decode_plainly(model, ids, steps=steps)
         return
     kwargs: dict[str, Any] = {"use_cache": True}
@@ -202,8 +201,7 @@ def decode(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, 
             ids, next_sequence_length=1 if step else None, is_first_iteration=not step, **kwargs
         )
         outputs = model(**inputs, return_dict=True)
-        kept = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), kwargs.get("cache"))
-        yield ids.shape[-1], kept
+        yield ids.shape[-1], returned_cache(outputs, kwargs.get("cache"))
         kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
         # which token it is never matters to the size of a cache
         ids = torch.cat([ids, ids[:, -1:]], dim=-1)
@@ -246,9 +244,9 @@ def _with_zeros(model: Any) -> Any:
     return model
 
 
-def _rows(model: Any) -> int:
+def _rows(model: CausalLM) -> int:
     """Rows of ids per sequence: one for each codebook where a model reads several at once."""
-    return int(getattr(model, "num_codebooks", 1)) if model.config.model_type in _PLAIN_INPUTS else 1
+    return int(getattr(model, "num_codebooks", 1)) if quirks_of(model.config.model_type).prompt_without_cache else 1
 
 
 def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
@@ -304,7 +302,7 @@ def _context_limit(config: Mapping[str, Any]) -> int | None:
     return scaled_context(limit, rope, model_type=str(part.get("model_type"))) if isinstance(limit, int) else None
 
 
-def decode_plainly(model: Any, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
+def decode_plainly(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
     """As `decode`, but with ids and cache alone, so for models without a head, too."""
     cache = DynamicCache(config=model.config)
     for step in range(steps + 1):
@@ -320,43 +318,33 @@ def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
         cross = _layer_tensors(cache.cross_attention_cache)
         return _layer_tensors(cache.self_attention_cache) + (cross if any(cross) else [])
     if isinstance(cache, Cache):
-        layers = [_named_tensors(vars(layer)) for layer in cache.layers]
+        layers = [_distinct(layer) for layer in cache.layers]
         # MiniMax keeps the states of its linear layers beside the list of layers
         for index, state in enumerate(getattr(cache, "linear_cache", ())):
             layers.extend({} for _ in range(index + 1 - len(layers)))
-            layers[index] |= _named_tensors({"linear_cache": state})
+            layers[index] |= _distinct({"linear_cache": state})
         return layers
     if hasattr(cache, "states_cache"):  # Reformer
         return [
-            _named_tensors({"states": states, "buckets": buckets})
+            _distinct({"states": states, "buckets": buckets})
             # an empty entry is added for every step of a local layer, behind those of the layers
             for states, buckets in zip(cache.states_cache, cache.buckets_cache, strict=False)
         ]
     if hasattr(cache, "rnn_state"):  # xLSTM
-        return [_named_tensors({"state": state}) for state in cache.rnn_state.values()]
+        return [_distinct({"state": state}) for state in cache.rnn_state.values()]
     if isinstance(cache, list) and all(isinstance(part, torch.Tensor) for part in cache):  # RWKV
-        return [_named_tensors({"state": [part[..., index] for part in cache]}) for index in range(cache[0].shape[-1])]
+        return [_distinct({"state": [part[..., index] for part in cache]}) for index in range(cache[0].shape[-1])]
     if isinstance(cache, tuple):  # XLNet
-        return [_named_tensors({"mems": layer}) for layer in cache]
+        return [_distinct({"mems": layer}) for layer in cache]
     raise UnsupportedArchitecture(f"cannot read a cache of type {type(cache).__name__}")
 
 
-def _named_tensors(attributes: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors in attributes and in the dicts, lists and tuples among them, each tensor once."""
-    found: dict[str, torch.Tensor] = {}
-    for key, value in attributes.items():
-        name = f"{prefix}{key}"
-        if name in BOOKKEEPING:
-            continue
-        if isinstance(value, torch.Tensor):
-            # one tensor under two names (shared keys and values) is held once
-            if not any(value is other for other in found.values()):
-                found[name] = value
-        elif isinstance(value, Mapping):
-            found |= _named_tensors(value, f"{name}.")
-        elif isinstance(value, (list, tuple)):
-            found |= _named_tensors(dict(enumerate(value)), f"{name}.")
-    return found
+def _distinct(holder: object) -> dict[str, torch.Tensor]:
+    """All tensors in a part of a cache by name: one under two names (shared keys and values) is held once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors(holder):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def _measure(layers: list[dict[str, torch.Tensor]]) -> tuple[LayerBytes, ...]:

@@ -1,4 +1,4 @@
-"""A cache that writes keys and values in place: a step costs their reading, and no copy of them.
+"""Layers that write keys and values in place: a step costs their reading, and no copy of them.
 
 transformers' own layers concatenate, so every step copies all that is cached. Here a layer has
 buffers with room for some tokens more, and what attention reads is a view of the places in use.
@@ -11,12 +11,11 @@ Layers of other kinds (recurrent, compressed, hybrid, shared) stay transformers'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from llminfer.kv.runtimes.growing import BLOCK_TOKENS, capacity
@@ -112,14 +111,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch."""
         self._each_buffer(lambda buffer: buffer[indices, ...])
-
-    def offload(self) -> None:
-        """Move the buffers to the CPU."""
-        self._each_buffer(lambda buffer: buffer.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move the buffers back to the layer's device."""
-        self._each_buffer(lambda buffer: buffer.to(self.device, non_blocking=True))
 
     @property
     def keys(self) -> Tensor | None:
@@ -244,23 +235,6 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
 
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):  # type: ignore[misc]
     """Keys and values of every token as a growing layer, the indexer's keys as transformers keeps them."""
-
-
-class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """The layers of `DynamicCache(config=...)`, the plain, indexed and sliding ones among them as growing layers."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        layers: list[Any] = self.layers  # type: ignore[has-type]
-        self.layers = [_GROWING[type(layer)](layer) if type(layer) in _GROWING else layer for layer in layers]
-
-
-# exact classes: a subclass may do more than its parent
-_GROWING: Mapping[type, Callable[[Any], Any]] = {
-    DynamicLayer: lambda layer: GrowingLayer(),
-    DynamicIndexedLayer: lambda layer: GrowingIndexedLayer(),
-    DynamicSlidingWindowLayer: lambda layer: GrowingSlidingLayer(layer.sliding_window),
-}
 
 
 def _empty_like(states: Tensor, places: int) -> Tensor:

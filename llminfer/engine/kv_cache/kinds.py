@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from llminfer.engine.kv_cache.growing import GrowingCache
+from llminfer.engine.kv_cache.layers import grown, row_of_type
 from llminfer.engine.kv_cache.window import WindowCache
 from llminfer.engine.models.capabilities import (
-    NOT_CONTINUED,
     check_chunks,
     forward_parameters,
     layer_types,
@@ -23,6 +22,8 @@ from llminfer.engine.models.capabilities import (
     prepares_by_default,
     text_config,
 )
+from llminfer.engine.models.protocols import CausalLM, Config
+from llminfer.engine.models.quirks import Quirks, quirks_of
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.layer import ModelKV
@@ -31,10 +32,6 @@ from llminfer.kv.runtimes.transformers_quantized import GROUP_ELEMENTS, waiting_
 from llminfer.params import DEFAULT_KV_BITS, CacheOptions
 
 _FULL = "full_attention"
-# layers whose static form gives the dynamic one's tokens, and whose tensors are all that they hold
-_PLAIN_LAYERS = frozenset(
-    {_FULL, "sliding_attention", "chunked_attention", "conv", "linear_attention", "hybrid", "hybrid_sliding", "dummy"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +56,19 @@ class TokenSchedule:
 class Candidate:
     """A model that may or may not be able to have a cache: its config, its class where known, its name in errors."""
 
-    config: Any
-    model_class: Any | None
+    config: Config
+    model_class: type[CausalLM] | None
     source: str
 
     @property
     def model_type(self) -> str:
         """The type of the language model itself."""
         return str(text_config(self.config).model_type)
+
+    @property
+    def quirks(self) -> Quirks:
+        """What is peculiar about its type."""
+        return quirks_of(self.model_type)
 
     def refuse(self, what: str, why: str, hint: str = "use --cache dynamic") -> UnsupportedArchitecture:
         """The error that says why it cannot have `what`."""
@@ -78,11 +80,11 @@ class CacheKind:
     """A row of the table."""
 
     check: Callable[[CacheOptions, Candidate], None]
-    make: Callable[[CacheOptions, Any, int | None], Any]
+    make: Callable[[CacheOptions, CausalLM, int | None], Any]
     predict: Callable[[CacheOptions, ModelKV, TokenSchedule], Footprint] | None
 
 
-def check_cache(options: CacheOptions, config: Any, source: str, *, known: Any | None = None) -> None:
+def check_cache(options: CacheOptions, config: Config, source: str, *, known: type[CausalLM] | None = None) -> None:
     """Refuse what a model of this config cannot do, before its weights are read.
 
     Args:
@@ -101,7 +103,7 @@ def check_cache(options: CacheOptions, config: Any, source: str, *, known: Any |
         _check_file(candidate)
 
 
-def make_cache(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def make_cache(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     """An empty cache of this kind, None for a model that makes its own.
 
     Args:
@@ -141,17 +143,23 @@ def _check_full_attention(what: str, candidate: Candidate) -> None:
 def _check_file(candidate: Candidate) -> None:
     what, hint = "a saved cache", "drop --prompt-cache"
     _check_own_cache(what, candidate)
-    unknown = sorted(layer_types(candidate.config) - _PLAIN_LAYERS)
+    unknown = _without_rule(candidate)
     if unknown:
         raise candidate.refuse(what, f"there is no rule for {', '.join(unknown)} layers", hint)
-    if candidate.model_type in NOT_CONTINUED:
-        raise candidate.refuse(what, NOT_CONTINUED[candidate.model_type], hint)
+    if candidate.quirks.not_continued:
+        raise candidate.refuse(what, str(candidate.quirks.one_at_a_time), hint)
+
+
+def _without_rule(candidate: Candidate, *, static: bool = False) -> list[str]:
+    """The layer types whose tensors may not be all that they hold."""
+    types = layer_types(candidate.config)
+    return sorted(name for name in types if row_of_type(name, static=static).restore is None)
 
 
 # dynamic
 
 
-def _make_dynamic(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_dynamic(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     return DynamicCache(config=text_config(model.config)) if model._supports_default_dynamic_cache() else None
 
 
@@ -165,16 +173,14 @@ def _predict_dynamic(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> 
 def _check_growing(options: CacheOptions, candidate: Candidate) -> None:
     what = "a growing cache"
     _check_own_cache(what, candidate)
-    if candidate.model_type in NOT_GROWING:
-        raise candidate.refuse(what, NOT_GROWING[candidate.model_type])
+    if candidate.quirks.not_growing is not None:
+        raise candidate.refuse(what, candidate.quirks.not_growing)
 
 
-# what has layers that the cache is not made of
-NOT_GROWING: Mapping[str, str] = {"blt": "its patches have caches of their own"}
-
-
-def _make_growing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
-    return GrowingCache(text_config(model.config))
+def _make_growing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
+    cache = DynamicCache(config=text_config(model.config))
+    cache.layers = [grown(layer) for layer in cache.layers]
+    return cache
 
 
 def _predict_growing(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
@@ -187,23 +193,14 @@ def _predict_growing(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> 
 def _check_static(options: CacheOptions, candidate: Candidate) -> None:
     what = "a static cache"
     _check_own_cache(what, candidate)
-    unknown = sorted(layer_types(candidate.config) - _PLAIN_LAYERS)
+    unknown = _without_rule(candidate, static=True)
     if unknown:
         raise candidate.refuse(what, f"none is made for {', '.join(unknown)} layers")
-    if candidate.model_type in NOT_STATIC:
-        raise candidate.refuse(what, NOT_STATIC[candidate.model_type])
+    if candidate.quirks.not_static is not None:
+        raise candidate.refuse(what, candidate.quirks.not_static)
 
 
-NOT_STATIC: Mapping[str, str] = {
-    "blt": "its patches have caches of other lengths",
-    "cpmant": "its prefix takes places that are not counted",
-    "minimax": "its layers take a cache class of their own",
-    "prophetnet": "its decoder makes a mask of the cached tokens alone",
-    "xlm": "its decoder makes a mask of the cached tokens alone",
-}
-
-
-def _make_static(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_static(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     if max_tokens is None:
         raise UsageError("a static cache must be told how many tokens it will hold")
     return StaticCache(config=text_config(model.config), max_cache_len=max_tokens)
@@ -220,8 +217,8 @@ def _check_quantized(options: CacheOptions, candidate: Candidate) -> None:
     what, text = "a quantized cache", text_config(candidate.config)
     _check_own_cache(what, candidate)
     _check_full_attention(what, candidate)
-    if candidate.model_type in NOT_QUANTIZED:
-        raise candidate.refuse(what, NOT_QUANTIZED[candidate.model_type])
+    if candidate.quirks.not_static is not None:
+        raise candidate.refuse(what, candidate.quirks.not_static)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if heads * width % GROUP_ELEMENTS:
@@ -229,10 +226,7 @@ def _check_quantized(options: CacheOptions, candidate: Candidate) -> None:
     quantizer(options.bits or DEFAULT_KV_BITS)
 
 
-NOT_QUANTIZED: Mapping[str, str] = NOT_STATIC
-
-
-def _make_quantized(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_quantized(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     bits = options.bits or DEFAULT_KV_BITS
     library, axis = quantizer(bits)
     return QuantizedCache(library, config=text_config(model.config), nbits=bits, axis_key=axis, axis_value=axis)
@@ -257,21 +251,18 @@ def _check_window(options: CacheOptions, candidate: Candidate) -> None:
     what = "a windowed cache"
     _check_own_cache(what, candidate)
     _check_full_attention(what, candidate)
-    if candidate.model_type in NOT_WINDOWED or not _takes_mask(candidate.model_class):
+    if candidate.quirks.not_windowed or not _takes_mask(candidate.model_class):
         why = f"{candidate.model_type} models do not take positions and a mask from outside"
         raise candidate.refuse(what, why, "drop --kv-window")
 
 
-NOT_WINDOWED = frozenset({"blt"})
-
-
-def _takes_mask(known: Any | None) -> bool:
+def _takes_mask(known: type[CausalLM] | None) -> bool:
     if known is None:  # the checkpoint's own code, of which nothing is known yet
         return False
     return prepares_by_default(known) and {"position_ids", "attention_mask"} <= forward_parameters(known)
 
 
-def _make_window(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_window(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     if options.window is None:
         raise UsageError("a windowed cache must be told its window")
     return WindowCache(layers=text_config(model.config).num_hidden_layers, window=options.window)
@@ -291,7 +282,7 @@ def _check_nothing(options: CacheOptions, candidate: Candidate) -> None:
     """The default and no cache at all suit every model."""
 
 
-def _make_nothing(options: CacheOptions, model: Any, max_tokens: int | None) -> Any:
+def _make_nothing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
     return None
 
 

@@ -16,24 +16,16 @@ from transformers.models.auto.modeling_auto import (
 
 from llminfer.engine.machine.library_errors import foreign_errors
 from llminfer.engine.models.capabilities import model_class
+from llminfer.engine.models.protocols import Config
+from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import ModelNotAvailable, UnsupportedArchitecture
 from llminfer.kv.rules.direction import ENCODER_DECODERS, ENCODER_HINT, IS_ENCODER, IS_ENCODER_DECODER, is_encoder
 
 NEEDS_CODE = "needs Python code that the checkpoint brings"
 TRUST_HINT = "--trust-remote-code runs that code: read it first"
 
-_DRAFTER = "is a drafter, which reads the cache of the model that it drafts for"
-# types of the mappings that cannot continue a text by themselves, for reasons their classes do not show
-NOT_ALONE: Mapping[str, str] = {
-    "gemma4_assistant": _DRAFTER,
-    "gemma4_unified_assistant": _DRAFTER,
-    "musicgen": "writes sound, not text",
-    "musicgen_melody": "writes sound, not text",
-    "idefics": "cannot run without an image",
-}
 
-
-def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
     """The transformers config of a checkpoint whose model continues text.
 
     Args:
@@ -48,14 +40,14 @@ def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_c
     source = str(folder)
     check_model_type(config, source, trust_remote_code=trust_remote_code)
     with foreign_errors(folder, "cannot load the config", stated=config):
-        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        loaded: Config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     check_direction(loaded, source)
     with foreign_errors(folder, "cannot load the model's code"):
         check_inputs(loaded, source)
     return loaded
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: Config) -> Any:
     """The transformers class that loads this config's model: its language model alone where there is a class for it."""
     for known in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in known._model_mapping:
@@ -75,8 +67,8 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
         return
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedArchitecture(f"{source}: the config names no model_type")
-    if model_type in NOT_ALONE:
-        raise UnsupportedArchitecture(f"{source}: {model_type} {NOT_ALONE[model_type]}")
+    if (not_alone := quirks_of(model_type).not_alone) is not None:
+        raise UnsupportedArchitecture(f"{source}: {model_type} {not_alone}")
     encoder_decoder = model_type in ENCODER_DECODERS
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
@@ -94,7 +86,7 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
     )
 
 
-def check_direction(config: Any, source: str) -> None:
+def check_direction(config: Config, source: str) -> None:
     """Refuse models that do not read from left to right, by their config with its class defaults.
 
     Raises:
@@ -106,7 +98,7 @@ def check_direction(config: Any, source: str) -> None:
         raise UnsupportedArchitecture(f"{source}: {config.model_type} {IS_ENCODER}", hint=ENCODER_HINT)
 
 
-def check_inputs(config: Any, source: str) -> None:
+def check_inputs(config: Config, source: str) -> None:
     """Refuse models that do not run on ids alone, by the class that would be loaded.
 
     Raises:

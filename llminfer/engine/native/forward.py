@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from llminfer.engine.forward.forward import PlainForward
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.native.decoder import Decoder
 
 
@@ -16,7 +17,7 @@ class NativeForward(PlainForward):
 
     __slots__ = ("_decoder",)
 
-    def __init__(self, model: Any, *, decoder: Decoder, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: CausalLM, *, decoder: Decoder, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         super().__init__(model, cache=cache, cached_ids=cached_ids)
         self._decoder = decoder
 

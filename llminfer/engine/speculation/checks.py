@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
+from llminfer.engine.kv_cache.layers import row_of_type
 from llminfer.engine.models.capabilities import layer_types, model_class, text_config, why_one_at_a_time
+from llminfer.engine.models.protocols import Config
+from llminfer.engine.text.tokenizer import Tokenizer
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import CacheOptions, Speculation
 
-if TYPE_CHECKING:
-    pass
+# what can be cut back as far as its layers can, and what keeps nothing
+SPECULATIVE_CACHES = frozenset({"dynamic", "growing", "static", "none"})
 
 
-# the caches that can be cut back, each with the kinds of layers in which it can
-_FULL = frozenset({"full_attention", "dummy"})
-
-
-_WITH_WINDOWS = _FULL | {"sliding_attention", "chunked_attention"}
-
-
-_GOES_BACK: Mapping[str, frozenset[str]] = {
-    "dynamic": _WITH_WINDOWS,
-    "growing": _WITH_WINDOWS,
-    "static": _FULL,
-}
-
-
-SPECULATIVE_CACHES = frozenset({*_GOES_BACK, "none"})
-
-
-# several tokens after others get other logits than one after the other, which no signature shows
-NOT_SPECULATIVE: Mapping[str, str] = {}
-
-
-def check_speculation(speculation: Speculation, options: CacheOptions, config: Any, source: str) -> None:
+def check_speculation(speculation: Speculation, options: CacheOptions, config: Config, source: str) -> None:
     """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
 
     Args:
@@ -54,24 +33,23 @@ def check_speculation(speculation: Speculation, options: CacheOptions, config: A
         raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {flag}")
 
 
-def why_not_speculate(config: Any, cache: str = "dynamic") -> str | None:
+def why_not_speculate(config: Config, cache: str = "dynamic") -> str | None:
     """Why a model of this config cannot check a draft in one forward and take it back; None when it can."""
     text, known = text_config(config), model_class(config)
     if known is None:
         return "its code is its own, and may not take several tokens after others"
     if (one_at_a_time := why_one_at_a_time(config)) is not None:
         return one_at_a_time
-    if text.model_type in NOT_SPECULATIVE:
-        return NOT_SPECULATIVE[text.model_type]
     if cache == "none":
         return None
     if not known._supports_default_dynamic_cache():
         return f"{text.model_type} models make a cache of their own"
-    others = sorted(layer_types(config) - _GOES_BACK[cache])
+    static, types = cache == "static", layer_types(config)
+    others = sorted(name for name in types if row_of_type(name, static=static).can_crop is None)
     return f"the cache of {', '.join(others)} layers cannot be cut back" if others else None
 
 
-def check_vocabularies(draft: Any, tokenizer: Any, *, draft_name: str, source: str) -> None:
+def check_vocabularies(draft: Tokenizer, tokenizer: Tokenizer, *, draft_name: str, source: str) -> None:
     """Refuse a draft model whose tokenizer is another one, so that its ids mean something else.
 
     Args:

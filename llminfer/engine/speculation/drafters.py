@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llminfer.engine.forward.cache_reuse import exact_length
+from llminfer.engine.forward.cache_reuse import common_prefix, exact_length
 from llminfer.engine.forward.forward import Forward, make_forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.models.capabilities import text_config
@@ -229,7 +229,7 @@ class DraftModel:
     def __call__(self, ids: Sequence[int], most: int) -> Sequence[int]:
         came = ids[self._start :]
         self._acceptance.learn(self._guess, came)
-        right = agreeing(self._guess, came)
+        right = common_prefix(self._guess, came)
         known = min(len(self.forward.ids), self._start + right if self._guess else len(ids), len(ids) - 1)
         count = min(self._count(most), self._room(len(ids)))
         self._guess = ()
@@ -274,9 +274,3 @@ class DraftModel:
             new_ids = [int(logits[0, : self._usable].argmax())]
             guess += new_ids
         return guess
-
-
-def agreeing(guess: Sequence[int], came: Sequence[int]) -> int:
-    """How many ids of a guess came, up to the first that did not."""
-    pairs = enumerate(zip(guess, came, strict=False))
-    return next((place for place, (guessed, drawn) in pairs if guessed != drawn), min(len(guess), len(came)))

@@ -16,9 +16,9 @@ IS_ENCODER_DECODER = "is an encoder-decoder model"
 IS_ENCODER = "is an encoder, which does not continue a text"
 ENCODER_HINT = "its config says is_decoder: false"
 # causal models whose config inherits `is_decoder: false` from a shared base
-_DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
+DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
 
 
 def is_encoder(model_type: str, is_decoder: object) -> bool:
     """Whether a model of this type reads in both directions, by `is_decoder` of its config or its class."""
-    return is_decoder is False and model_type not in _DECODERS_THAT_DENY_IT
+    return is_decoder is False and model_type not in DECODERS_THAT_DENY_IT

@@ -17,13 +17,12 @@ from llminfer.engine import load as load_module
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
 from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.kv_cache.kinds import (
-    NOT_STATIC,
-    NOT_WINDOWED,
     TokenSchedule,
     check_cache,
     chunk_sizes,
     predict_cache,
 )
+from llminfer.engine.models.quirks import QUIRKS
 from llminfer.errors import InvalidParams, LlminferError, UnsupportedArchitecture, UsageError
 from llminfer.kv.quantizers import quantizer
 from llminfer.kv.rules.families import read_model
@@ -308,17 +307,14 @@ def test_every_type_that_is_not_refused_has_right_caches(model_type: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", sorted(NOT_STATIC))
+@pytest.mark.parametrize("model_type", sorted(name for name, quirks in QUIRKS.items() if quirks.not_static))
 def test_what_has_no_static_cache_still_has_none(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = fresh(model_type), prompt_of(PROMPT)
     plain = logits_of(model, CacheOptions(), prompt)
-    monkeypatch.setattr("llminfer.engine.kv_cache.kinds.NOT_STATIC", {})
+    unbarred = {**QUIRKS, model_type: replace(QUIRKS[model_type], not_static=None)}
+    monkeypatch.setattr("llminfer.engine.models.quirks.QUIRKS", unbarred)
     try:
         static = logits_of(model, CacheOptions(kind="static"), prompt)
     except Exception:
         return
     assert not torch.allclose(static, plain, rtol=1e-4, atol=1e-4)
-
-
-def test_the_window_exceptions_are_types_that_exist() -> None:
-    assert set(NOT_WINDOWED) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

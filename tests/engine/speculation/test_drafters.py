@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.speculation import drafters as drafts_module
 from llminfer.engine.speculation.drafters import (
     CHECK_COSTS,
@@ -20,7 +21,6 @@ from llminfer.engine.speculation.drafters import (
     DraftModel,
     NgramIndex,
     PromptLookup,
-    agreeing,
     best_length,
     check_cost,
     copied,
@@ -79,7 +79,7 @@ def test_a_copy_goes_on_over_the_end(ids: list[int], start: int, count: int) -> 
 
 @given(guess=st.lists(st.integers(0, 2), max_size=8), came=st.lists(st.integers(0, 2), max_size=8))
 def test_a_guess_is_right_up_to_the_first_difference(guess: list[int], came: list[int]) -> None:
-    right = agreeing(guess, came)
+    right = common_prefix(guess, came)
     assert guess[:right] == came[:right]
     assert right == min(len(guess), len(came)) or guess[right] != came[right]
 
@@ -108,7 +108,7 @@ def drafts_along(ids: list[int], prompt: int) -> tuple[int, int]:
     lookup, drafted, right, place = PromptLookup(), 0, 0, prompt
     while place < len(ids):
         draft = lookup(ids[:place], min(MOST, len(ids) - place))
-        accepted = agreeing(draft, ids[place:])
+        accepted = common_prefix(draft, ids[place:])
         drafted, right, place = drafted + len(draft), right + accepted, place + accepted + 1
     return drafted, right
 
