@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from llminfer.engine.forward import chunks as chunks_module
 from llminfer.engine.forward.chunks import DEFAULT_PREFILL_CHUNK, prefill_chunk
 from llminfer.engine.forward.forward import PlainForward, PreparedForward, make_forward
 from llminfer.engine.generate import generate
