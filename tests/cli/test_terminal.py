@@ -85,7 +85,6 @@ def test_names_in_tables_are_shown(run_cli: Cli, tmp_path: Path, output: str) ->
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "hidden_size": 32,
-        "torch_dtype": HOSTILE,
         "architectures": [HOSTILE],
     }
     (folder / "config.json").write_text(json.dumps(config))
