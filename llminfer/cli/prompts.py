@@ -6,13 +6,14 @@ import json
 import os
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, say, writing
 from llminfer.cli.standard_streams import write_text
-from llminfer.errors import UsageError
+from llminfer.errors import LlminferError, UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
 from llminfer.params import StopCriteria, check_range
 from llminfer.units import to_json
@@ -159,9 +160,14 @@ def _write_line(stream: TextIO | None, output: Path | None, line: str) -> None:
     if stream is None:
         write_text(line + "\n")
         return
-    with writing(output):
-        stream.write(line + "\n")
-        stream.flush()
+    try:
+        with writing(output):
+            stream.write(line + "\n")
+            stream.flush()
+    except LlminferError:
+        with suppress(OSError):  # what could not be written is still in its buffer
+            stream.close()
+        raise
 
 
 def _sort(output: Path) -> None:

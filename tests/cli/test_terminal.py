@@ -92,7 +92,7 @@ def test_names_in_tables_are_shown(run_cli: Cli, tmp_path: Path, output: str) ->
     code, out, err = run_cli("kv-size", folder, "-N", 8, "--runtime", "all", *flags)
     assert code == 0, err
     assert not any(acts(c) for c in out.decode() + err if c != "\n")
-    assert "x1b[2J" in out.decode() or output == "json"
+    assert b"x1b" in out or output == "json"
 
 
 def test_names_and_messages_in_errors_and_summaries_are_shown(run_cli: Cli, scripted: Scripted, tmp_path: Path) -> None:
