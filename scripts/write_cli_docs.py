@@ -27,6 +27,27 @@ Data goes to standard output, everything else to standard error. Exit codes:
 | 4 | architecture not supported |
 | 5 | does not fit the stated memory |
 | 130 | interrupted; text and summary are kept |
+
+A prompt that begins with `-` follows `--`, so that it is no option: `llminfer generate -q -- "-5 + 3 ="`.
+
+## What goes in and out
+
+- Texts (prompts, `--system`, `--stop`, `--bad-words`, a model's name) are UTF-8; other bytes are refused before a \
+model is looked for. Names of other files may be any bytes.
+- The model's text, JSON and CSV are written as UTF-8 whatever the console's encoding is. Tables and messages \
+follow the console, and what it lacks becomes something alike (`x` for `×`) or an escape.
+- On a terminal, control characters and changes of the writing direction in a model's text are shown (`\\x1b`) and \
+not obeyed; line breaks and tabs pass. In a pipe or a file the text is exact. Names and messages that models bring \
+are shown in the same way wherever they are printed.
+- Standard output that is closed, or full, is an error (1) that says so, where it can be before the model runs. \
+What cannot be written to standard error is left out, and changes neither the data nor the exit code. A reader of \
+standard output that leaves early ends the command quietly.
+- With `-n 0` nothing runs: the text is empty, the prompt's tokens are counted and the cache that they would take \
+is predicted. A `--prompt-cache` stays as it was.
+- With `--json`, whatever fails once the command line is read leaves one document with `error`.
+- A chat template is a program of the model. It runs in a sandbox without files and network, and whatever it raises \
+is an error in one line, but it is trusted to end and to be modest with memory: Ctrl-C ends one that is not, \
+`ulimit -v` bounds its memory, `--raw` leaves it out.
 """
 TEXTS = """## Texts from files and pipes
 
