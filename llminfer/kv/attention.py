@@ -36,6 +36,16 @@ def grouped_evenly(view: ConfigView) -> tuple[PerToken, ...]:
     return keys_and_values(kv_heads(view, heads), head_dim(view, heads, whole=True))
 
 
+def partly_rotated(view: ConfigView) -> tuple[PerToken, ...]:
+    """As `grouped`, but keys of which one element is rotated get two: it meets a pair of cosines, and broadcasts."""
+    heads = view.size(*HEADS)
+    count, dim = kv_heads(view, heads), head_dim(view, heads, whole=view.model_type != "phi")
+    factor = view.get("rope_parameters.partial_rotary_factor", "partial_rotary_factor")
+    default = 0.25 if view.model_type == "stablelm" else 0.5
+    rotated = int(dim * (factor if isinstance(factor, (int, float)) else default))
+    return keys_and_values(count, dim + (rotated == 1), value_dim=dim)
+
+
 def kv_heads(view: ConfigView, heads: int) -> int:
     """The KV heads; as many as there are query heads when the config names none.
 
