@@ -119,10 +119,11 @@ def compare(case: Case) -> bool:
     if moments is None:
         return False
     model = read_model(case.config, source="changed")  # a refusal of what runs is an error
+    starts = {tensor.after for layer in model.layers for tensor in layer.tensors}
     before = footprint(model, tokens=case.tokens, batch=case.batch, dtype=case.dtype)
     stored = {peak.name: peak.size_bytes for peak in before.peaks}
     for moment, name in zip(moments, ("storage after prefill", "storage after the next step"), strict=True):
-        if any(case.tokens <= tensor.after < moment.tokens for layer in model.layers for tensor in layer.tensors):
+        if moment.tokens > case.tokens and any(case.tokens <= start <= moment.tokens for start in starts):
             break  # what begins with a step has other sizes, as the answer says
         predicted = footprint(model, tokens=moment.tokens, batch=case.batch, dtype=case.dtype)
         pairs = [*zip_longest(predicted.layer_bytes, (layer.size_bytes for layer in moment.layers), fillvalue=0)]
