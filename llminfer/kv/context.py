@@ -82,8 +82,8 @@ def scaled_context(stated: int, rope: object, *, model_type: str) -> int:
 
 def _scaled(stated: int, rope: Mapping[str, object]) -> int:
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
-    if kind in _SCALED_ALREADY or isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        return stated
     original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
-    start = original if isinstance(original, int) and not isinstance(original, bool) else stated
-    return int(start * factor) if 1 <= factor < 1e6 else stated
+    start = original if isinstance(original, int) else stated
+    if str(kind) in _SCALED_ALREADY or isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        return stated
+    return int(start * factor) if 1 <= factor < 1e6 and 0 < start < 2**53 else stated
