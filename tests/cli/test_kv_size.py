@@ -460,7 +460,9 @@ def test_musicgen_says_which_cache_is_meant(run_cli: Cli, tmp_path: Path) -> Non
 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_config("musicgen").to_dict(), default=str))
-    assert "the self-attention of the decoder alone" in run_cli("kv-size", file, "-N", 8)[1].decode()
+    assert (
+        "the self-attention of the decoder alone" in run_cli("kv-size", file, "-N", 8, "--format", "plain")[1].decode()
+    )
 
 
 def test_verify_needs_a_config(run_cli: Cli) -> None:
