@@ -115,7 +115,8 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
             f"{source}: {reason or f'cannot predict the cache of model type {model_type!r}'}",
             hint=None if reason else "plain attention: give --layers, --kv-heads and --head-dim instead",
         )
-    if family.layers is not DECODER_LAYERS and is_encoder(model_type, view.get("is_decoder")):
+    labelled = view.nested or family.layers is DECODER_LAYERS  # a part of a larger model decodes for it
+    if not labelled and is_encoder(model_type, view.get("is_decoder")):
         raise UnknownConfigField(f"{source}: {model_type} {IS_ENCODER}", hint=ENCODER_HINT)
     dtype, notes = computed_dtype(view)
     return ModelKV(
