@@ -425,6 +425,48 @@ def test_verify_agrees_layer_by_layer(run_cli: Cli, name: str) -> None:
     assert "≠" not in text
 
 
+@pytest.mark.parametrize("model_type", ["xlm", "xlnet"])
+def test_verify_runs_with_values_what_does_not_run_without(run_cli: Cli, tmp_path: Path, model_type: str) -> None:
+    from tests.tiny_models import tiny_config
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config(model_type).to_dict(), default=str))
+    code, out, err = run_cli("kv-size", file, "-N", 100, "--verify", "--format", "json")
+    (result,) = results(out)
+    assert code == 0
+    assert "checked in a real run of 64 tokens" in err
+    assert [row["tokens"] for row in result["verified"]] == [64, 65, 66]
+    assert all(row["agrees"] and row["real_run"] for row in result["verified"])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, "bert is an encoder, which does not continue a text"),
+    ],
+)
+def test_what_continues_no_text_is_refused_within_two_lines(
+    run_cli: Cli, tmp_path: Path, config: dict[str, object], said: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    code, out, err = run_cli("kv-size", file, "-N", 8)
+    assert (code, out) == (4, b"")
+    assert said in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_musicgen_says_which_cache_is_meant(run_cli: Cli, tmp_path: Path) -> None:
+    from tests.tiny_models import tiny_config
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("musicgen").to_dict(), default=str))
+    assert (
+        "the self-attention of the decoder alone" in run_cli("kv-size", file, "-N", 8, "--format", "plain")[1].decode()
+    )
+
+
 def test_verify_needs_a_config(run_cli: Cli) -> None:
     code, out, err = run_cli("kv-size", "--layers", 1, "--kv-heads", 1, "--head-dim", 8, "-N", 8, "--verify")
     assert (code, out) == (2, b"")
