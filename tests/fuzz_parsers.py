@@ -29,7 +29,7 @@ from typing import Any
 from llminfer.errors import LlminferError
 
 MOST_BYTES = 512 * 1024**2
-MOST_ERROR_CHARACTERS = 10_000
+MOST_ERROR_CHARACTERS = 1 << 15
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 

@@ -93,7 +93,7 @@ def test_json_within_the_bounds_is_what_json_says() -> None:
         assert repr(parse_json(text.encode())) == repr(json.loads(text))
 
 
-def test_an_error_quotes_no_more_than_a_page() -> None:
+def test_an_error_has_an_end() -> None:
     error = LlminferError("x" * 10**6, hint="y" * 10**6)
     assert len(error.message) == len(error.hint or "") == len(str(error)) == MOST_CHARACTERS
 
