@@ -593,6 +593,8 @@ def test_a_config_that_makes_no_sense_is_one_line(
         ({"dtype": "auto"}, "dtype is 'auto'"),
         ({"dtype": "torch.float16"}, "dtype is 'torch.float16'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the weights are"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000 at a width of 32, and the weights are"),
+        ({"hidden_size": 10**9}, "at a width of 1000000000, and the weights are"),
         ({"vision_config": {"depth": 10**9}}, "depth is 1000000000, more than any model has"),
         ({"head_dim": 10**309}, "an integer of 310 digits"),
     ],

@@ -192,7 +192,8 @@ def test_missing_and_impossible_numbers_are_named(values: dict[str, Any]) -> Non
     ],
 )
 def test_no_count_from_a_file_is_taken_on_trust(architecture: str, key: str, value: Any) -> None:
-    sound: dict[str, Any] = {"block_count": 6, **SIZES, **SSM, "attention__sliding_window": 8}
+    sound: dict[str, Any] = {"block_count": 6, **SIZES, "attention__sliding_window": 8}
+    sound |= SSM if architecture == "qwen3next" else {}
     assert read(architecture, **sound).layers
     name = key.replace(".", "__")
     with pytest.raises(UnknownConfigField, match=f"{architecture}.{key} "):
