@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from llminfer.errors import MOST_CHARACTERS, LlminferError, ModelNotAvailable
+from llminfer.errors import MOST_CHARACTERS, LlminferError, ModelNotAvailable, UnsupportedArchitecture
 from llminfer.foreign import MOST_DIGITS, MOST_JSON_DEPTH, MOST_JSON_VALUES, parse_json, read_json_object
+from llminfer.kv.config import MOST_LAYERS
+from llminfer.kv.families import read_model
 from tests.fuzz_parsers import LIGHT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +98,25 @@ def test_json_within_the_bounds_is_what_json_says() -> None:
 def test_an_error_has_an_end() -> None:
     error = LlminferError("x" * 10**6, hint="y" * 10**6)
     assert len(error.message) == len(error.hint or "") == len(str(error)) == MOST_CHARACTERS
+
+
+PART = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "num_hidden_layers": MOST_LAYERS + 1, "hidden_size": 8, "num_attention_heads": 1},
+        {"model_type": "blt", "encoder_config": {**PART, "num_hidden_layers": 2**40}, "decoder_config": PART},
+        {"model_type": "dory", "num_hidden_layers": 4, "hidden_size": 8, "n_recurrent_loops": 2**40},
+        {"model_type": "recurrent_gemma", "num_hidden_layers": 4, "hidden_size": 8, "block_types": []},
+        {"model_type": "jamba", "num_hidden_layers": 4, "hidden_size": 8, "attn_layer_period": 0},
+    ],
+    ids=lambda fields: str(fields["model_type"]),
+)
+def test_no_count_of_a_config_is_taken_on_trust(fields: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedArchitecture):
+        read_model(fields, source="config.json")
 
 
 # Files that are not what their names say

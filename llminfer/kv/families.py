@@ -113,10 +113,16 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
             f"{source}: cannot predict the cache of model type {model_type!r}",
             hint=f"known: {', '.join(sorted(FAMILIES))}",
         )
+    try:
+        layers = read_layers(view, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # fields of a file can contradict each other in any way, and each way raises another of these
+        what = f"the config's fields do not go together ({type(error).__name__}: {error})"
+        raise UnknownConfigField(f"{source}: {what}") from error
     return ModelKV(
         name=name or source,
         model_type=model_type,
-        layers=read_layers(view, family),
+        layers=layers,
         dtype=_dtype(view),
         context_limit=_context_limit(view),
         fields=tuple(view.used.values()),

@@ -175,7 +175,7 @@ def test_missing_and_impossible_numbers_are_named(values: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
-        *(("llama", "block_count", count) for count in (10_001, 20_000_000, 2**31, 2**64 - 1)),
+        *(("llama", "block_count", count) for count in (2_001, 20_000_000, 2**31, 2**64 - 1)),
         ("llama", "attention.head_count_kv", 0),
         ("llama", "attention.head_count_kv", (2, 2, 2, 2, 2, 2, 2)),
         ("llama", "attention.head_count_kv", (2, 2, 2, 2, 2)),
