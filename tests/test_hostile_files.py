@@ -19,7 +19,7 @@ from llminfer.errors import MOST_CHARACTERS, LlminferError, ModelNotAvailable, U
 from llminfer.foreign import MOST_DIGITS, MOST_JSON_DEPTH, MOST_JSON_VALUES, parse_json, read_json_object
 from llminfer.kv.config import MOST_LAYERS
 from llminfer.kv.families import read_model
-from tests.fuzz_parsers import LIGHT
+from tests.fuzz_parsers import LIGHT, Target, attempt
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP = {
@@ -158,3 +158,20 @@ def test_a_config_of_another_kind_is_named_by_kv_size_too(tmp_path: Path) -> Non
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ModelNotAvailable, match=what):
             read_json_object(tmp_path / "config.json")
+
+
+def test_the_harness_reports_what_breaks(tmp_path: Path) -> None:
+    def found(read: Callable[[Path], object]) -> str:
+        target = Target(file="f", seeds=list, read=read)
+        return (attempt(target, tmp_path, b"", cpu_s=0.05) or {"error": "nothing"})["error"].split(":")[0]
+
+    def refuse(folder: Path) -> None:
+        raise ModelNotAvailable("no")
+
+    def hang(folder: Path) -> None:
+        while True:
+            pass
+
+    assert found(refuse) == found(lambda folder: None) == "nothing"
+    assert found(lambda folder: {}["a"]) == "KeyError"
+    assert found(hang) == "TookTooLong"
