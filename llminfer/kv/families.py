@@ -119,10 +119,16 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
     if not labelled and is_encoder(model_type, view.get("is_decoder")):
         raise UnknownConfigField(f"{source}: {model_type} {IS_ENCODER}", hint=ENCODER_HINT)
     dtype, notes = computed_dtype(view)
+    try:
+        layers = read_layers(view, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # fields of a file can contradict each other in any way, and each way raises another of these
+        what = f"the config's fields do not go together ({type(error).__name__}: {error})"
+        raise UnknownConfigField(f"{source}: {what}") from error
     return ModelKV(
         name=name or source,
         model_type=model_type,
-        layers=read_layers(view, family),
+        layers=layers,
         dtype=dtype,
         stored_dtype=stored_dtype(config),
         context_limit=context_limit(view),

@@ -67,6 +67,16 @@ def test_a_config_comes_on_standard_input(run_cli: Cli, monkeypatch: pytest.Monk
     assert err.startswith("error: standard input is not JSON")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--layers", 10**9), ("--layers", 0), ("--kv-heads", 2**63), ("--head-dim", 10**309)]
+)
+def test_numbers_that_no_model_has_are_refused(run_cli: Cli, flag: str, value: int) -> None:
+    sizes = {"--layers": 1, "--kv-heads": 1, "--head-dim": 1, flag: value}
+    code, out, err = run_cli("kv-size", *(word for pair in sizes.items() for word in pair), "-N", 1)
+    assert (code, out) == (2, b"")
+    assert flag in err
+
+
 def test_no_model_but_its_three_numbers(run_cli: Cli) -> None:
     code, out, err = run_cli("kv-size", "--layers", 32, "--kv-heads", 8, "--head-dim", 128, "-N", 8192)
     assert code == 0
