@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-MOST_CHARACTERS = 4000  # of a message, and of a hint
+MOST_CHARACTERS = 1 << 14  # of a message, and of a hint
 
 
 class LlminferError(Exception):
@@ -35,7 +35,7 @@ class LlminferError(Exception):
 
 
 def _clipped(text: str) -> str:
-    """What an error quotes may be of any length; a page of it is enough."""
+    """What an error quotes from a file may be of any length."""
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from llminfer.errors import LlminferError
 
 MOST_BYTES = 512 * 1024**2
-MOST_ERROR_CHARACTERS = 10_000
+MOST_ERROR_CHARACTERS = 1 << 15
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -319,8 +319,7 @@ def cache_seeds() -> list[bytes]:
     """A prompt cache of eight tokens."""
     import torch
 
-    from llminfer.engine.forward.forward import PlainForward as Forward
-    from llminfer.engine.kv_cache.kinds import make_cache
+    from llminfer.engine.forward.forward import make_forward
     from llminfer.engine.prompt_cache import save_prompt_cache
     from llminfer.params import CacheOptions
 
@@ -328,9 +327,9 @@ def cache_seeds() -> list[bytes]:
         folder = Path(place)
         write_tiny_with_cache(folder)
         loaded, options = _tiny_model(folder), CacheOptions()
-        forward = Forward(loaded.model, make_cache(options, loaded.model, None))
+        forward = make_forward(loaded.model, options=options)
         with torch.inference_mode():
-            forward.feed([0, 5, 6, 7, 8, 9, 10, 11])
+            forward([0, 5, 6, 7, 8, 9, 10, 11])
         save_prompt_cache(folder / "cache", loaded, forward, options)
         return [(folder / "cache").read_bytes()]
 

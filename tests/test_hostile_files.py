@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from llminfer.errors import MOST_CHARACTERS, LlminferError, ModelNotAvailable
+from llminfer.errors import MOST_CHARACTERS, LlminferError, ModelNotAvailable, UnsupportedArchitecture
 from llminfer.foreign import MOST_DIGITS, MOST_JSON_DEPTH, MOST_JSON_VALUES, parse_json, read_json_object
-from tests.fuzz_parsers import LIGHT
+from llminfer.kv.config import MOST_LAYERS
+from llminfer.kv.rules.families import read_model
+from tests.fuzz_parsers import LIGHT, Target, attempt
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP = {
@@ -93,9 +95,28 @@ def test_json_within_the_bounds_is_what_json_says() -> None:
         assert repr(parse_json(text.encode())) == repr(json.loads(text))
 
 
-def test_an_error_quotes_no_more_than_a_page() -> None:
+def test_an_error_has_an_end() -> None:
     error = LlminferError("x" * 10**6, hint="y" * 10**6)
     assert len(error.message) == len(error.hint or "") == len(str(error)) == MOST_CHARACTERS
+
+
+PART = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "num_hidden_layers": MOST_LAYERS + 1, "hidden_size": 8, "num_attention_heads": 1},
+        {"model_type": "blt", "encoder_config": {**PART, "num_hidden_layers": 2**40}, "decoder_config": PART},
+        {"model_type": "dory", "num_hidden_layers": 4, "hidden_size": 8, "n_recurrent_loops": 2**40},
+        {"model_type": "recurrent_gemma", "num_hidden_layers": 4, "hidden_size": 8, "block_types": []},
+        {"model_type": "jamba", "num_hidden_layers": 4, "hidden_size": 8, "attn_layer_period": 0},
+    ],
+    ids=lambda fields: str(fields["model_type"]),
+)
+def test_no_count_of_a_config_is_taken_on_trust(fields: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedArchitecture):
+        read_model(fields, source="config.json")
 
 
 # Files that are not what their names say
@@ -137,3 +158,20 @@ def test_a_config_of_another_kind_is_named_by_kv_size_too(tmp_path: Path) -> Non
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ModelNotAvailable, match=what):
             read_json_object(tmp_path / "config.json")
+
+
+def test_the_harness_reports_what_breaks(tmp_path: Path) -> None:
+    def found(read: Callable[[Path], object]) -> str:
+        target = Target(file="f", seeds=list, read=read)
+        return (attempt(target, tmp_path, b"", cpu_s=0.05) or {"error": "nothing"})["error"].split(":")[0]
+
+    def refuse(folder: Path) -> None:
+        raise ModelNotAvailable("no")
+
+    def hang(folder: Path) -> None:
+        while True:
+            pass
+
+    assert found(refuse) == found(lambda folder: None) == "nothing"
+    assert found(lambda folder: {}["a"]) == "KeyError"
+    assert found(hang) == "TookTooLong"

@@ -293,8 +293,6 @@ def _check_choices(request: _Request) -> None:
 def _check_caching(request: _Request) -> None:
     """Several sequences share one dynamic cache: what is said about another one, or needs one, is for a single run."""
     caching = request.caching
-    if caching.kind == "quantized":
-        quantizer(caching.bits or DEFAULT_KV_BITS)
     asked = {
         "--engine native": request.choice.execution.engine == "native",
         "--compile": request.choice.execution.compiled,
@@ -307,6 +305,8 @@ def _check_caching(request: _Request) -> None:
     for flag in (name for name, given in several.items() if given):
         for option in (name for name, given in asked.items() if given):
             raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
+    if caching.kind == "quantized":
+        quantizer(caching.bits or DEFAULT_KV_BITS)
     request.choice.execution.check_cache(caching)
 
 

@@ -416,7 +416,7 @@ def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
     rows: list[CheckRow] = []
     starts = {tensor.after for layer in answer.model.layers for tensor in layer.tensors}
     for moment in moments:
-        if any(moments[0].tokens <= start < moment.tokens for start in starts):
+        if rows and any(moments[0].tokens <= start <= moment.tokens for start in starts):
             break  # what begins with the answer has other sizes, as the model's notes say
         predicted = footprint(answer.model, tokens=moment.tokens, batch=answer.batch, dtype=found.dtype)
         # a storage that differs from the tensors is a peak, named by what came last: the prefill, or a step

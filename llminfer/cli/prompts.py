@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from llminfer.atomic import replacing
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, say, writing
 from llminfer.cli.standard_streams import write_text
-from llminfer.errors import UsageError
+from llminfer.errors import LlminferError, UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
 from llminfer.params import StopCriteria, check_range, check_writable
 from llminfer.units import to_json
@@ -139,8 +140,9 @@ def write_results(
                     _write_line(stream, many.output, waiting.pop(due))
                     due = next(order, None)
     finally:
-        for line in sorted(waiting):
-            _write_line(stream, many.output, waiting[line])
+        if stream is None or not stream.closed:  # closed where the disk is full
+            for line in sorted(waiting):
+                _write_line(stream, many.output, waiting[line])
         if stream is not None and many.output is not None:
             with writing(many.output):
                 stream.close()
@@ -168,9 +170,14 @@ def _write_line(stream: TextIO | None, output: Path | None, line: str) -> None:
     if stream is None:
         write_text(line + "\n")
         return
-    with writing(output):
-        stream.write(line + "\n")
-        stream.flush()
+    try:
+        with writing(output):
+            stream.write(line + "\n")
+            stream.flush()
+    except LlminferError:
+        with suppress(OSError):  # what could not be written is still in its buffer
+            stream.close()
+        raise
 
 
 def _tidy(output: Path, kept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[int, dict[str, Any]]:

@@ -70,6 +70,8 @@ class _Border(io.RawIOBase):
     So an error is met once: not again by what is still in the buffers when the process ends.
     """
 
+    replaced: Any = None  # kept, since a stream that nobody holds closes what it writes to
+
     def __init__(self, raw: Any, *, says_errors: bool) -> None:
         self._raw, self._says_errors, self._broken = raw, says_errors, False
 
@@ -103,6 +105,7 @@ def _text_stream(stream: Any, *, says_errors: bool) -> TextIO:
         return stream  # type: ignore[no-any-return]
     raw = None if stream is None else getattr(stream.buffer, "raw", stream.buffer)
     border = _Border(raw, says_errors=says_errors)
+    border.replaced = stream
     return io.TextIOWrapper(
         io.BufferedWriter(border),
         encoding="utf-8" if stream is None else stream.encoding,

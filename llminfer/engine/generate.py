@@ -291,7 +291,7 @@ def _hidden_texts(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
     """The special tokens that a stop text names: they are not shown, and end a run all the same."""
     if not stops:
         return {}
-    texts = {token_id: str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in special_token_ids(tokenizer)}
+    texts = {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in special_token_ids(tokenizer)}
     return {token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in stops)}
 
 

@@ -15,7 +15,7 @@ from llminfer.kv.layer import Field
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder_config")
 _MISSING = object()
 # far above any real model: every layer becomes a record, and a size is one of some file or memory
-MOST_LAYERS = 10_000
+MOST_LAYERS = 2_000
 MOST = 2**63 - 1
 
 

@@ -212,11 +212,13 @@ def _attention(
     kv_heads = heads
     if view.get("attention.head_count_kv") is not None:
         kv_heads = view.per_layer("attention.head_count_kv", count)
+    if not any(kv_heads) and view.get("ssm.inner_size") is None:
+        raise UnknownConfigField(f"{view.source}: {view.architecture}.attention.head_count_kv gives no layer a head")
     key, value = _length(view, "key", heads), _length(view, "value", heads)
     own = count - view.integer("attention.shared_kv_layers", default=0, least=0, most=count - 1)
     rows = []
     for index in range(count):
-        if index >= own:
+        if index >= own or not kv_heads[index]:
             rows.append(LayerKV(kind="none"))
             continue
         narrow = bool(sliding and sliding[index])

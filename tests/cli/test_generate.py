@@ -231,7 +231,7 @@ def test_greedy_ignores_seed_and_filters_without_a_word(run_cli: Cli, tiny_llama
         ("--repetition-penalty", "0"),
         ("--seed", "-1"),
         ("--seed", "99999999999999999999999"),
-        ("--max-new-tokens", "0"),
+        ("--max-new-tokens", "-1"),
         ("--stop", ""),
         ("--dtype", "banana"),
         ("--device", "banana"),

@@ -67,6 +67,16 @@ def test_a_config_comes_on_standard_input(run_cli: Cli, monkeypatch: pytest.Monk
     assert err.startswith("error: standard input is not JSON")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--layers", 10**9), ("--layers", 0), ("--kv-heads", 2**63), ("--head-dim", 10**309)]
+)
+def test_numbers_that_no_model_has_are_refused(run_cli: Cli, flag: str, value: int) -> None:
+    sizes = {"--layers": 1, "--kv-heads": 1, "--head-dim": 1, flag: value}
+    code, out, err = run_cli("kv-size", *(word for pair in sizes.items() for word in pair), "-N", 1)
+    assert (code, out) == (2, b"")
+    assert flag in err
+
+
 def test_no_model_but_its_three_numbers(run_cli: Cli) -> None:
     code, out, err = run_cli("kv-size", "--layers", 32, "--kv-heads", 8, "--head-dim", 128, "-N", 8192)
     assert code == 0
@@ -423,6 +433,48 @@ def test_verify_agrees_layer_by_layer(run_cli: Cli, name: str) -> None:
     text = run_cli("kv-size", name, "-N", 1200, "--verify")[1].decode()
     assert "measured" in text
     assert "≠" not in text
+
+
+@pytest.mark.parametrize("model_type", ["xlm", "xlnet"])
+def test_verify_runs_with_values_what_does_not_run_without(run_cli: Cli, tmp_path: Path, model_type: str) -> None:
+    from tests.tiny_models import tiny_config
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config(model_type).to_dict(), default=str))
+    code, out, err = run_cli("kv-size", file, "-N", 100, "--verify", "--format", "json")
+    (result,) = results(out)
+    assert code == 0
+    assert "checked in a real run of 64 tokens" in err
+    assert [row["tokens"] for row in result["verified"]] == [64, 65, 66]
+    assert all(row["agrees"] and row["real_run"] for row in result["verified"])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, "bert is an encoder, which does not continue a text"),
+    ],
+)
+def test_what_continues_no_text_is_refused_within_two_lines(
+    run_cli: Cli, tmp_path: Path, config: dict[str, object], said: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    code, out, err = run_cli("kv-size", file, "-N", 8)
+    assert (code, out) == (4, b"")
+    assert said in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_musicgen_says_which_cache_is_meant(run_cli: Cli, tmp_path: Path) -> None:
+    from tests.tiny_models import tiny_config
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("musicgen").to_dict(), default=str))
+    assert (
+        "the self-attention of the decoder alone" in run_cli("kv-size", file, "-N", 8, "--format", "plain")[1].decode()
+    )
 
 
 def test_verify_needs_a_config(run_cli: Cli) -> None:

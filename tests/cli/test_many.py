@@ -80,7 +80,7 @@ BAD_LINES = [
     '{"prompt": "x", "top_p": 3}',
     '{"prompt": "x", "temperature": NaN}',
     '{"prompt": "x", "temperature": true}',
-    '{"prompt": "x", "max_new_tokens": 0}',
+    '{"prompt": "x", "max_new_tokens": -1}',
     '{"prompt": "x", "logit_bias": [1]}',
     '{"prompt": "x", "stop": [1]}',
 ]

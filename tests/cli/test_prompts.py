@@ -141,7 +141,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(
     (tmp_path / "kept").mkdir()
     (tmp_path / "locked.jsonl").write_text("")
     locked = {tmp_path / "kept", tmp_path / "locked.jsonl"}
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in locked)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or Path(path) not in locked)
     if option == "--plot":
         (tmp_path / "locked.svg").write_text("")
         locked.add(tmp_path / "locked.svg")
@@ -292,7 +292,7 @@ def test_what_is_for_a_single_run_is_refused_before_loading(
     assert code == 2
     assert err.startswith("error: --")
     if options != ("--kv-bits", "8"):
-        assert "these do not go together" in err or "is for" in err
+        assert "these do not go together" in err
 
 
 @pytest.mark.parametrize("option", ["--echo", "--print-token-ids", "--steps"])

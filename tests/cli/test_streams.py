@@ -69,6 +69,7 @@ import sys
 from llminfer.cli import standard_streams
 from llminfer.cli.app import run
 for flags in (["-q"], ["--json"], ["--num-samples", "2"]):
+    sys.stdout = sys.__stdout__
     standard_streams.set_up_streams()
     print(run(["generate", "x", "--raw", "-t", "0", "-m", sys.argv[1], *flags]), file=sys.stderr)
 """

@@ -82,17 +82,23 @@ def test_the_bytes_held_are_those_of_the_format(run_cli: Cli, untied: Path) -> N
     norms = 5 * COLUMNS
     linears = elements - norms - ROWS * COLUMNS
     rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64) + ROWS
-    others = 4 * (norms + ROWS * COLUMNS) + buffers
     assert plain["weights"] is None
     assert plain["weights_bytes"] == 4 * elements + buffers
     assert {name: run["weights"] for name, run in held.items()} == {name: name for name in WEIGHTS}
-    assert held["float32"]["weights_bytes"] >= 4 * linears + others  # oneDNN pads small layers
-    assert {name: held[name]["weights_bytes"] for name in ("float16", "int8", "int4")} == {
-        "float16": 2 * linears + others,
-        "int8": linears + 2 * rows + others,
-        # the output layer has 8 bits there
-        "int4": (linears - ROWS * COLUMNS) * 5 // 8 + ROWS * COLUMNS + 2 * ROWS + others,
+    for run in (plain, *held.values()):
+        assert sum(run["weights_parts"].values()) == run["weights_bytes"]
+    # the embedding stays in the checkpoint's 16 bits, where float32 was not asked for
+    assert {name: run["weights_parts"]["embedding"] for name, run in held.items()} == {
+        name: (4 if name == "float32" else 2) * ROWS * COLUMNS for name in WEIGHTS
     }
+    assert {run["weights_parts"]["rest"] for run in held.values()} == {4 * norms + buffers}
+    in_layers = {name: run["weights_parts"]["linear_layers"] for name, run in held.items()}
+    assert in_layers["float32"] == 4 * linears
+    assert in_layers["float16"] == 2 * linears
+    assert in_layers["int8"] == linears + 2 * rows
+    # the output layer has 8 bits there; the others are filled up to the rows of a panel, which processors differ in
+    head = ROWS * COLUMNS + 2 * ROWS
+    assert (linears - ROWS * COLUMNS) * 5 // 8 + head <= in_layers["int4"] <= linears
     assert held["float32"]["token_ids"] == plain["token_ids"]
     assert {run["dtype"] for run in held.values()} == {"float32"}
     assert "weights int8: 15 linear layers" in " ".join(held["int8"]["notes"])
@@ -105,7 +111,9 @@ def test_a_bfloat16_checkpoint_is_packed_as_its_float32_copy_is(run_cli: Cli, un
         (tmp_path / name).write_bytes((untied / name).read_bytes())
     for name in ("float16", "int4"):
         narrow, wide = (document(run_cli, "-m", folder, "--weights", name) for folder in (untied, tmp_path))
-        assert [step["logprob"] for step in narrow["steps"]] == [step["logprob"] for step in wide["steps"]]
+        assert narrow["token_ids"] == wide["token_ids"]
+        for ours, theirs in zip(narrow["steps"], wide["steps"], strict=True):
+            assert abs(ours["logprob"] - theirs["logprob"]) < 1e-3
 
 
 def test_the_summary_says_what_is_held(run_cli: Cli, untied: Path) -> None:

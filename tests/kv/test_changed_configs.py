@@ -119,10 +119,11 @@ def compare(case: Case) -> bool:
     if moments is None:
         return False
     model = read_model(case.config, source="changed")  # a refusal of what runs is an error
+    starts = {tensor.after for layer in model.layers for tensor in layer.tensors}
     before = footprint(model, tokens=case.tokens, batch=case.batch, dtype=case.dtype)
     stored = {peak.name: peak.size_bytes for peak in before.peaks}
     for moment, name in zip(moments, ("storage after prefill", "storage after the next step"), strict=True):
-        if any(case.tokens <= tensor.after < moment.tokens for layer in model.layers for tensor in layer.tensors):
+        if moment.tokens > case.tokens and any(case.tokens <= start <= moment.tokens for start in starts):
             break  # what begins with a step has other sizes, as the answer says
         predicted = footprint(model, tokens=moment.tokens, batch=case.batch, dtype=case.dtype)
         pairs = [*zip_longest(predicted.layer_bytes, (layer.size_bytes for layer in moment.layers), fillvalue=0)]
@@ -140,10 +141,11 @@ bounded = settings(
 )
 
 
+@pytest.mark.timeout(1800)  # a machine that does much else takes long for so many models
 def test_changed_configs_hold_what_is_predicted() -> None:
     ran: Counter[bool] = Counter()
 
-    @settings(bounded, max_examples=200)
+    @settings(bounded, max_examples=150)
     @given(case=cases())
     def check(case: Case) -> None:
         ran[compare(case)] += 1
@@ -153,6 +155,7 @@ def test_changed_configs_hold_what_is_predicted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_changed_configs_of_every_type_hold_what_is_predicted(model_type: str) -> None:
     @settings(bounded, max_examples=14)

@@ -65,6 +65,13 @@ def test_a_factor_that_is_none_scales_nothing(factor: object) -> None:
     assert read_model(config, source="file").context_limit == 128
 
 
+@pytest.mark.parametrize("start", [0, -1, 10**400, True, "8", [8]])
+@pytest.mark.parametrize("kind", ["yarn", [], {}, 3, None])
+def test_a_scaling_that_is_none_is_no_failure(start: object, kind: object) -> None:
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": start}
+    assert read_model({**LLAMA, "rope_scaling": rope}, source="file").context_limit in (128, 256)
+
+
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [

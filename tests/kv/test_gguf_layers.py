@@ -170,3 +170,31 @@ def test_an_unknown_architecture_names_the_known() -> None:
 def test_missing_and_impossible_numbers_are_named(values: dict[str, Any]) -> None:
     with pytest.raises(UnknownConfigField, match=r"model\.gguf: "):
         read("llama", **values)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        *(("llama", "block_count", count) for count in (2_001, 20_000_000, 2**31, 2**64 - 1)),
+        ("llama", "attention.head_count_kv", 0),
+        ("llama", "attention.head_count_kv", (2, 2, 2, 2, 2, 2, 2)),
+        ("llama", "attention.head_count_kv", (2, 2, 2, 2, 2)),
+        ("llama", "attention.head_count_kv", (0,) * 6),
+        ("llama", "attention.key_length", 2**63),
+        ("deepseek2", "nextn_predict_layers", 6),
+        ("deepseek2", "nextn_predict_layers", 9),
+        ("gemma3", "attention.sliding_window_pattern", (True, False)),
+        ("gemma3", "attention.sliding_window_pattern", (True,) * 7),
+        ("gemma3", "attention.sliding_window_pattern", 2**63),
+        ("gemma3n", "attention.shared_kv_layers", 6),
+        ("gemma3n", "attention.shared_kv_layers", 1000),
+        ("qwen3next", "full_attention_interval", 0),
+    ],
+)
+def test_no_count_from_a_file_is_taken_on_trust(architecture: str, key: str, value: Any) -> None:
+    sound: dict[str, Any] = {"block_count": 6, **SIZES, "attention__sliding_window": 8}
+    sound |= SSM if architecture == "qwen3next" else {}
+    assert read(architecture, **sound).layers
+    name = key.replace(".", "__")
+    with pytest.raises(UnknownConfigField, match=f"{architecture}.{key} "):
+        read(architecture, **{**sound, name: value})

@@ -29,15 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "consolidated.safetensors",
-        "model.fp16.safetensors",
-        "adapter_model.safetensors",
-        "model-00001-of-00002.safetensors",
-    ],
-)
+@pytest.mark.parametrize("stem", ["consolidated", "model.fp16", "adapter_model", "model-00001-of-00002"])
 def test_a_variant_beside_the_model_is_not_counted(folder: Path, stem: str) -> None:
     write_safetensors(folder / f"{stem}.safetensors", 1000)
     (folder / "pytorch_model.bin").write_bytes(bytes(500))

@@ -12,7 +12,7 @@ from typing import Any
 from llminfer.errors import ModelNotAvailable
 from llminfer.foreign import INCOMPLETE, beginning_of, name_other_kind, read_json_object
 from llminfer.kv.config import MOST_LAYERS, load_config, text_config
-from llminfer.kv.rules.attention import LAYERS
+from llminfer.kv.rules.attention import HEADS, HIDDEN, LAYERS
 from llminfer.kv.weights import (
     PICKLES,
     first_file,
@@ -66,6 +66,7 @@ def inspect_checkpoint(
     try:
         pickled, weights_bytes, tensors = _check_weights(folder, config, allow_pickle=allow_pickle)
         _check_counts(config, folder, tensors)
+        _check_sizes(text_config(config), folder, weights_bytes)
         tokenizer_folder = _tokenizer_folder(folder, tokenizer)
         _check_generation_config(folder / "generation_config.json")
     except (ModelNotAvailable, OSError) as error:
@@ -159,3 +160,14 @@ def _check_counts(config: Mapping[str, Any], source: Path, tensors: int | None) 
             _check_counts(value, source, None)
         elif type(value) is int and value > MOST_LAYERS and _LAYER_COUNT.fullmatch(name):
             raise ModelNotAvailable(f"{source / 'config.json'}: {name} is {value}, more than any model has")
+
+
+def _check_sizes(config: Mapping[str, Any], source: Path, weights_bytes: int) -> None:
+    """Refuse a config whose matrices are far larger than all weights: memory would be taken for them first."""
+    width = next((value for name in HIDDEN if type(value := config.get(name)) is int), 0)
+    for name in ("vocab_size", "intermediate_size", *HEADS):
+        value = config.get(name)
+        # an element takes a bit at least, and small models cost nothing
+        if type(value) is int and value * width > max(64 * weights_bytes, 1 << 24):
+            what = f"{name} is {value} at a width of {width}, and the weights are {weights_bytes} bytes"
+            raise ModelNotAvailable(f"{source / 'config.json'}: {what}", hint=INCOMPLETE)

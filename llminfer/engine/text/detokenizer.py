@@ -114,6 +114,10 @@ class _WindowDetokenizer:
         if token is None:
             return ""
         self._pending.append(token_id)
+        return self._take(token)
+
+    def _take(self, token: str) -> str:
+        """The text that became final with the newest pending token."""
         text = self._window_text()
         if text.endswith(_REPLACEMENT):
             return ""
@@ -129,10 +133,10 @@ class _WindowDetokenizer:
         return self._decode(self._anchor + self._pending)[len(self._decode(self._anchor)) :]
 
 
-class _ByteFallbackDetokenizer:
-    """Puts bytes together itself; other tokens are decoded behind an anchor, a token whose text is out already."""
+class _ByteFallbackDetokenizer(_WindowDetokenizer):
+    """Puts the bytes of byte tokens together itself; pending are those without a whole character yet."""
 
-    __slots__ = ("_anchor", "_decode", "_hidden", "_id_to_token", "_run", "_utf8")
+    __slots__ = ("_utf8",)
 
     def __init__(
         self,
@@ -140,22 +144,18 @@ class _ByteFallbackDetokenizer:
         id_to_token: Callable[[int], str | None],
         hidden: frozenset[int],
     ) -> None:
-        self._decode, self._id_to_token, self._hidden = decode, id_to_token, hidden
-        self._anchor: list[int] = []
-        self._run: list[int] = []  # the byte tokens that a text begins with
+        super().__init__(decode, id_to_token, hidden)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
-    def push(self, token_id: int) -> str:
-        token = None if token_id in self._hidden else self._id_to_token(token_id)
-        if token is None:
-            return ""
+    def _take(self, token: str) -> str:
         byte = _BYTE_FALLBACK_TOKEN.fullmatch(token)
         if byte is not None:
-            self._run.append(token_id)
             return self._characters(self._utf8.decode(bytes.fromhex(byte[1])))
+        newest = self._pending.pop()
         unfinished = self.flush()
-        text = self._decode([*self._anchor, token_id])[len(self._decode(self._anchor)) :]
-        self._anchor = [token_id]
+        self._pending = [newest]
+        text = self._window_text()
+        self._anchor, self._pending = self._pending, []
         return unfinished + text
 
     def flush(self) -> str:
@@ -164,8 +164,8 @@ class _ByteFallbackDetokenizer:
     def _characters(self, decoded: str) -> str:
         text = _UNDECODED_BYTE.sub(_REPLACEMENT, decoded)
         if text and not self._anchor:  # decoders may take a space from a text's beginning
-            text = text if _REPLACEMENT in text else self._decode(self._run)
-            self._anchor = self._run
+            text = text if _REPLACEMENT in text else self._decode(self._pending)
+            self._anchor = self._pending
         if text:
-            self._run = []
+            self._pending = []
         return text

@@ -254,11 +254,11 @@ class HalfLinear(PackedLinear):
     _right: Tensor
     _below: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, fill: bool = True) -> None:
         super().__init__(weight, bias)
         weight, rows = weight.detach(), self.out_features // _HALF_ROWS * _HALF_ROWS
         filled = -(-self.in_features // _HALF_COLUMNS) * _HALF_COLUMNS
-        fits = 2 * filled < weight.itemsize * self.in_features
+        fits = fill and 2 * filled < weight.itemsize * self.in_features
         self._columns = self.in_features if fits else self.in_features // _HALF_COLUMNS * _HALF_COLUMNS
         self._packed_bytes = 2 * rows * (filled if fits else self._columns)
         # the bias stays with us: the packed form would hold it once more
@@ -431,8 +431,11 @@ def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 def _make_tied_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    # FBGEMM's layout has no rows for the embedding, which then has a copy: two bytes more than a 16-bit file has
-    return (PlainHalfLinear if weight.dtype.itemsize == 2 else _make_half)(weight, bias)
+    # FBGEMM's layout has no rows for the embedding, which then has a copy: as much as there is room for in float32
+    narrow = (
+        weight.itemsize == 2 or not has_fbgemm() or min(weight.shape) < _HALF_ROWS or weight.shape[1] < _HALF_COLUMNS
+    )
+    return PlainHalfLinear(weight, bias) if narrow else HalfLinear(weight, bias, fill=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

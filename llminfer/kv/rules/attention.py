@@ -36,6 +36,16 @@ def grouped_evenly(view: ConfigView) -> tuple[PerToken, ...]:
     return keys_and_values(kv_heads(view, heads), head_dim(view, heads, whole=True))
 
 
+def partly_rotated(view: ConfigView) -> tuple[PerToken, ...]:
+    """As `grouped`, but keys of which one element is rotated get two: it meets a pair of cosines, and broadcasts."""
+    heads = view.size(*HEADS)
+    count, dim = kv_heads(view, heads), head_dim(view, heads, whole=view.model_type != "phi")
+    factor = view.get("rope_parameters.partial_rotary_factor", "partial_rotary_factor")
+    default = 0.25 if view.model_type == "stablelm" else 0.5
+    rotated = int(dim * (factor if isinstance(factor, (int, float)) and 0 < factor <= 1 else default))
+    return keys_and_values(count, dim + (rotated == 1), value_dim=dim)
+
+
 def kv_heads(view: ConfigView, heads: int) -> int:
     """The KV heads; as many as there are query heads when the config names none.
 
@@ -73,6 +83,8 @@ def decoder_half(view: ConfigView) -> tuple[PerToken, ...]:
 
 def _split_hidden(view: ConfigView, heads: int, *, whole: bool = True) -> int:
     hidden = view.size(*HIDDEN)
+    if hidden < heads:
+        raise UnknownConfigField(f"{view.source}: hidden size {hidden} is less than {heads} heads")
     if whole and hidden % heads:
         raise UnknownConfigField(f"{view.source}: hidden size {hidden} is not a multiple of {heads} heads")
     view.note("head_dim", hidden // heads, "hidden size / attention heads")

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llminfer.errors import InvalidParams, UnknownConfigField, UnsupportedArchitecture
+from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.config import MOST_LAYERS, ConfigView, text_part
-from llminfer.kv.context import scaled_context
+from llminfer.kv.context import computed_dtype, context_limit, stored_dtype
 from llminfer.kv.defaults import defaults_origin, type_defaults
-from llminfer.kv.dtypes import FLOAT_TYPES, element_type
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
 from llminfer.kv.rules import attention, quirks, recurrent
 from llminfer.kv.rules.attention import LAYERS
@@ -116,16 +115,23 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
             f"{source}: {reason or f'cannot predict the cache of model type {model_type!r}'}",
             hint=None if reason else "plain attention: give --layers, --kv-heads and --head-dim instead",
         )
-    if family.layers is not DECODER_LAYERS and is_encoder(model_type, view.get("is_decoder")):
+    labelled = view.nested or family.layers is DECODER_LAYERS  # a part of a larger model decodes for it
+    if not labelled and is_encoder(model_type, view.get("is_decoder")):
         raise UnknownConfigField(f"{source}: {model_type} {IS_ENCODER}", hint=ENCODER_HINT)
-    dtype, notes = _dtype(view)
+    dtype, notes = computed_dtype(view)
+    try:
+        layers = read_layers(view, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # fields of a file can contradict each other in any way, and each way raises another of these
+        what = f"the config's fields do not go together ({type(error).__name__}: {error})"
+        raise UnknownConfigField(f"{source}: {what}") from error
     return ModelKV(
         name=name or source,
         model_type=model_type,
-        layers=read_layers(view, family),
+        layers=layers,
         dtype=dtype,
-        stored_dtype=_stored_dtype(config),
-        context_limit=_context_limit(view),
+        stored_dtype=stored_dtype(config),
+        context_limit=context_limit(view),
         fields=tuple(view.used.values()),
         notes=family.notes + notes,
     )
@@ -217,57 +223,6 @@ def _text_view(config: Mapping[str, Any], source: str) -> ConfigView:
     )
 
 
-def _dtype(view: ConfigView) -> tuple[str, tuple[str, ...]]:
-    """The element type that the model computes in, and what has to be said about it."""
-    name = next((name for name in ("dtype", "torch_dtype") if view.get(name) is not None), None)
-    if name is None:
-        view.note("dtype", "float32", "not in the file: what torch uses when nothing is stated")
-        return "float32", (_NO_DTYPE,)
-    stated = view.get(name)
-    try:
-        found = element_type(str(stated)).name
-    except InvalidParams as error:
-        if str(stated).removeprefix("torch.") not in _WEIGHT_TYPES:
-            raise UnknownConfigField(
-                f"{view.source}: {name} is {stated!r}, not an element type", hint=f"known: {', '.join(FLOAT_TYPES)}"
-            ) from error
-        found = ""
-    if found in FLOAT_TYPES:
-        return found, ()
-    view.note(name, stated, "file; a type of weights, so the cache is counted as bfloat16")
-    return "bfloat16", (f"{name} is {stated}, in which no model computes: bfloat16 is assumed",)
-
-
-def _stored_dtype(config: Mapping[str, Any]) -> str | None:
-    """The element type that a quantized checkpoint wants its cache to have, where the file says it."""
-    stated = config.get("quantization_config")
-    if not isinstance(stated, Mapping):
-        return None
-    parts = (stated, inner) if isinstance(inner := stated.get("quantization"), Mapping) else (stated,)
-    for part in parts:
-        scheme = part.get("kv_cache_scheme") or part.get("kv_cache_quant_algo")
-        if isinstance(scheme, Mapping):
-            bits, kind = scheme.get("num_bits"), scheme.get("type")
-            return "fp8" if (bits, kind) == (8, "float") else f"{kind}{bits}"
-        if isinstance(scheme, str):
-            return scheme.lower()
-    return None
-
-
-def _context_limit(view: ConfigView) -> int | None:
-    limit = view.get("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
-        return None
-    rope = view.config.get("rope_scaling") or view.config.get("rope_parameters")
-    scaled = scaled_context(limit, rope, model_type=view.model_type)
-    if scaled != limit:
-        view.note("context", scaled, f"{limit}, scaled as the rotary positions are")
-    return scaled
-
-
-_NO_DTYPE = "the config states no dtype: float32 is assumed, and a checkpoint in 16 bit caches half of that"
-# what weights are stored in and our table has no row for
-_WEIGHT_TYPES = frozenset({"uint8", "int16", "int32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
 # composites that change their language model's config
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
     "gemma4_assistant": quirks.assistant,
@@ -315,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         emu3_text_model ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma glm glm4 glm4_moe gpt_oss
         granite granite_swa granitemoe granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3
         kolibri1 laguna llama4_text mellum minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron
-        olmo olmo2 olmo3 phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss
+        olmo olmo2 olmo3 phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss
         smollm3 solar_open starcoder2
         """,
     ),
@@ -323,8 +278,7 @@ FAMILIES: dict[str, Family] = {
         _EVEN,
         """
         arcee aria_text bitnet bloom chameleon cwm exaone gemma2 helium hyperclovax internlm3 iquestcoder jais2
-        llama moshi muse_glimmer_text muse_spark_text olmoe persimmon qwen2_5_vl_text qwen2_vl_text stablelm
-        vaultgemma
+        llama moshi muse_glimmer_text muse_spark_text olmoe qwen2_5_vl_text qwen2_vl_text vaultgemma
         """,
     ),
     # language models that come inside image-text models only
@@ -450,6 +404,7 @@ FAMILIES: dict[str, Family] = {
     "xlm": Family(attention=attention.xlm),
     "xlnet": Family(attention=attention.xlnet),
     "xlstm": Family(states=recurrent.xlstm, layers=("num_hidden_layers", "num_blocks")),
+    **_each(Family(attention=attention.partly_rotated), "persimmon phi stablelm"),
     "zamba": Family(attention=attention.zamba, states=recurrent.zamba),
     "zamba2": Family(attention=attention.zamba, states=recurrent.mamba2),
     "zaya": Family(states=recurrent.zaya),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llminfer.errors import UnsupportedArchitecture
+from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.config import MOST_LAYERS, ConfigView
 from llminfer.kv.layer import LayerKV, PerToken
 from llminfer.kv.rules import attention
@@ -21,6 +21,12 @@ from llminfer.kv.rules.layer_types import FULL, INDEXED
 Layers = tuple[LayerKV, ...]
 
 _EMPTY = LayerKV(kind="none")
+
+
+def _repeated(view: ConfigView, layers: Layers, times: int) -> Layers:
+    if len(layers) * times > MOST_LAYERS:
+        raise UnknownConfigField(f"{view.source}: {len(layers) * times} layers are more than any model has")
+    return layers * times
 
 
 def without_shared(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
@@ -41,14 +47,14 @@ def dory_loops(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
     last = len(layers) - view.integer("n_output_layers", least=0) if middle is None else first + int(middle)
     if view.get("recurrent_kv_cache_mode") == "last_loop":
         return layers
-    return layers + layers[first:last] * (view.integer("n_recurrent_loops") - 1)
+    return layers + _repeated(view, layers[first:last], view.integer("n_recurrent_loops") - 1)
 
 
 def inkling_loops(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
     """Inkling 2 with loops: as Dory's, by first and last index."""
     first = view.integer("loop_config.core_start", "loop_layer_index_start", least=0)
     last = view.integer("loop_config.core_end", "loop_layer_index_end", least=0)
-    return layers + layers[first:last] * (view.integer("loop_config.num_passes", "loop_num_passes") - 1)
+    return layers + _repeated(view, layers[first:last], view.integer("loop_config.num_passes", "loop_num_passes") - 1)
 
 
 def qwen4_positions(view: ConfigView, kinds: list[str], layers: Layers) -> Layers:
@@ -77,7 +83,7 @@ def blt(view: ConfigView) -> Layers:
             raise view.missing(part)
         own = replace(view, config=nested, defaults=view.defaults.get(part, {}), nested=True)
         layer = LayerKV(kind="full", tensors=attention.grouped(own))
-        layers += [layer] * own.size(*LAYERS)
+        layers += _repeated(view, (layer,), own.size(*LAYERS))
     return tuple(layers)
 
 

@@ -8,14 +8,17 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
+from llminfer.engine.load import _check_quantization
 from llminfer.errors import LlminferError, ModelNotAvailable
 from tests.tiny_checkpoints import byte_level_tokenizer
 
@@ -222,8 +225,9 @@ def test_offsets_that_contradict_the_shapes_are_refused(folder: Path, refuse: Ca
     # the file ends where its header says, so this is for the library to find
     write_header(
         folder / "model.safetensors",
-        b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}',
-        data=b"abcd",
+        b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]},'
+        b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        data=b"abcdefgh",
     )
     assert "cannot load the weights" in refuse(folder)
 
@@ -282,6 +286,27 @@ def test_a_quantization_that_nobody_knows_is_not_passed_over(folder: Path, refus
     edit_json(folder / "config.json", quantization_config={"quant_method": "no-such-method"})
     err = refuse(folder, code=4)
     assert "quantized by 'no-such-method', which the installed transformers does not know" in err
+
+
+@pytest.mark.parametrize("method", [{}, {"quant_method": "bitsandbytes"}], ids=["by flag", "by method"])
+def test_bitsandbytes_is_known_by_either_spelling(folder: Path, refuse: Callable[..., str], method: Any) -> None:
+    edit_json(folder / "config.json", quantization_config={"load_in_4bit": True, **method})
+    if find_spec("bitsandbytes") is None:
+        assert "requires bitsandbytes" in refuse(folder)
+    else:
+        _check_quantization(AutoConfig.from_pretrained(folder), str(folder))
+
+
+# Adapters
+
+
+def test_an_adapter_beside_the_model_is_said_not_to_be_applied(folder: Path, run_cli: RunCli) -> None:
+    without = run_cli("generate", "a", "-m", folder, "-n", "4", "-t", "0", "--json")[1]
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "example/base"}')
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    document = json.loads(run_cli("generate", "a", "-m", folder, "-n", "4", "-t", "0", "--json")[1])
+    assert document["token_ids"] == json.loads(without)["token_ids"]
+    assert any("adapter_model.safetensors beside the model is not applied" in note for note in document["notes"])
 
 
 # Pickles
@@ -420,7 +445,7 @@ def test_an_unknown_tokenizer_class_without_its_backend_is_one_line(folder: Path
     assert "cannot load the tokenizer" in refuse(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"model": 3}'])
+@pytest.mark.parametrize("content", [b"{}", b"\xff\xfe", b'{"model": 3}'])
 def test_a_damaged_tokenizer_is_one_line(folder: Path, refuse: Callable[..., str], content: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(content)
     assert "cannot load the tokenizer" in refuse(folder)
@@ -557,6 +582,29 @@ def test_a_config_that_makes_no_sense_is_one_line(
 ) -> None:
     edit_json(folder / "config.json", **fields)
     assert "cannot load the" in refuse(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "su2", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'su2'"),
+        ({"hidden_act": "swoosh"}, "hidden_act is 'swoosh'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, not a positive integer"),
+        ({"dtype": "auto"}, "dtype is 'auto'"),
+        ({"dtype": "torch.float16"}, "dtype is 'torch.float16'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the weights are"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000 at a width of 32, and the weights are"),
+        ({"hidden_size": 10**9}, "at a width of 1000000000, and the weights are"),
+        ({"vision_config": {"depth": 10**9}}, "depth is 1000000000, more than any model has"),
+        ({"head_dim": 10**309}, "an integer of 310 digits"),
+    ],
+    ids=str,
+)
+def test_the_field_that_is_wrong_is_named_with_its_value(
+    folder: Path, refuse: Callable[..., str], fields: dict[str, Any], named: str
+) -> None:
+    edit_json(folder / "config.json", **fields)
+    assert named in refuse(folder)
 
 
 def test_a_field_of_another_kind_is_named_with_what_is_wrong(folder: Path, refuse: Callable[..., str]) -> None:

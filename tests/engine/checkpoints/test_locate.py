@@ -79,7 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("link", "link is not a model"),
         ("pipe", "pipe is not a model"),
         ("empty", "no such file: empty/config.json"),
-        ("no-config", "no such file: no-config/config.json"),
+        ("no-config", "no such file: no-config/config.json: the folder holds weights without a config.json"),
         (r"C:\models\tiny", r"no such file or folder: C:\models\tiny"),
         ("C:/models", "no such file or folder: C:/models"),
         (r"models\tiny", r"no such file or folder: models\tiny"),
@@ -97,6 +97,66 @@ def test_a_path_is_never_looked_up_on_the_hub(run_cli: RunCli, name: str, reason
 
 
 @pytest.mark.usefixtures("no_sockets", "place")
+@pytest.mark.parametrize(
+    ("files", "what", "hint"),
+    [
+        (["adapter_config.json"], "holds an adapter for example/base", "merge it into its base model"),
+        (["model_index.json"], "holds a diffusion pipeline", "take a model that writes text"),
+        (["snapshots/0a/config.json"], "is a folder of the Hub's cache", "snapshots/0a"),
+        (["checkpoint-500/config.json"], "holds checkpoints of a training", "checkpoint-500"),
+        (["b.gguf", "a.gguf"], "holds GGUF files", "a.gguf"),
+        (["params.json", "consolidated.00.pth"], "in its maker's own format", "Hugging Face version"),
+        (["model.onnx"], "holds an ONNX model", "GGUF file"),
+        (["tiny/config.json"], "holds other models", "given/tiny"),
+        (["model.safetensors", "tokenizer.json"], "holds weights without a config.json", "incomplete"),
+        (["tokenizer.json"], "holds a tokenizer alone", "--tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate", "hi", "-m"), ("kv-size",)], ids=["generate", "kv-size"])
+def test_a_folder_that_is_no_model_is_called_what_it_is(
+    run_cli: RunCli, place: Path, command: tuple[str, ...], files: list[str], what: str, hint: str
+) -> None:
+    for name in files:
+        (place / "given" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "given" / name).write_text('{"base_model_name_or_path": "example/base"}')
+    code, out, err = run_cli(*command, "given")
+    assert (code, out) == (3, b"")
+    assert what in err.splitlines()[0]
+    assert hint in err.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ({"weight_map": {"a": "b"}}, "an index of weights"),
+        ({"peft_type": "LORA"}, "the config of an adapter"),
+        ({"model": {}, "added_tokens": []}, "a tokenizer"),
+        ({"tokenizer_class": "X"}, "the config of a tokenizer"),
+        ({"eos_token_id": 1, "transformers_version": "5"}, "a generation config"),
+    ],
+)
+def test_a_json_file_that_is_no_config_is_called_what_it_is(
+    run_cli: RunCli, place: Path, content: dict[str, object], what: str
+) -> None:
+    (place / "given.json").write_text(json.dumps(content))
+    code, out, err = run_cli("kv-size", "given.json", "-N", 1)
+    assert (code, out) == (3, b"")
+    assert f"given.json is {what}, not of a model" in err
+
+
+def test_a_file_of_a_model_is_no_model(run_cli: RunCli, place: Path) -> None:
+    (place / "no-config" / "config.json").write_text("{}")
+    for name in ("no-config/model.safetensors", "no-config/config.json"):
+        code, out, err = run_cli("generate", "hi", "-m", name)
+        assert (code, out) == (3, b"")
+        assert f"{name} is a file of a model, not the model\nhint: give its folder, no-config\n" in err
+
+
+def test_a_gguf_file_by_its_content(place: Path) -> None:
+    (place / "sha256-0a").write_bytes(b"GGUF")
+    assert find_reference("sha256-0a").kind == "gguf"
+
+
 def test_an_empty_name_is_not_the_current_folder(run_cli: RunCli) -> None:
     code, out, err = run_cli("generate", "hi", "-m", "")
     assert (code, out) == (2, b"")

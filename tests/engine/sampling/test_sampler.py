@@ -303,7 +303,7 @@ def test_the_whole_range_of_seeds_is_accepted_by_torch(seed: int) -> None:
     assert make_sampler(SamplingParams(seed=seed), [], CPU)(torch.zeros(1, 5)).token_id in range(5)
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"stop": ("",)}])
+@pytest.mark.parametrize("options", [{"max_new_tokens": -1}, {"max_new_tokens": -3}, {"stop": ("",)}])
 def test_stop_criteria_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidParams):
         StopCriteria(**options)

@@ -161,10 +161,16 @@ def test_missing_or_impossible_sizes_are_errors(config: dict[str, Any]) -> None:
     assert caught.value.message.startswith("models/config.json: ")
 
 
-def test_an_unknown_type_names_the_known() -> None:
+def test_an_unknown_type_is_named_with_what_to_do() -> None:
     with pytest.raises(UnsupportedArchitecture, match="'tomorrow'") as caught:
         read_model({"model_type": "tomorrow", **GROUPED}, source="config.json")
-    assert "deepseek_v3" in str(caught.value.hint)
+    assert "--kv-heads" in str(caught.value.hint)
+
+
+def test_more_heads_than_width_are_refused() -> None:
+    config = {"model_type": "qwen2", **GROUPED, "head_dim": None, "hidden_size": 2}
+    with pytest.raises(UnknownConfigField, match="hidden size 2 is less than 4 heads"):
+        read_model(config, source="config.json")
 
 
 def test_an_unknown_kind_of_layer_names_the_known() -> None:
