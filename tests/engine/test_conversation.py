@@ -379,7 +379,7 @@ def test_what_a_handful_of_tokens_shows(tiny: Any) -> None:
 
 
 def test_a_model_that_loses_its_state_is_fed_one_token_at_a_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llminfer.engine.forward.forward.why_one_at_a_time", lambda config: None)
+    monkeypatch.setattr("llminfer.engine.forward.chunks.why_one_at_a_time", lambda config: None)
     for name in ("recurrent_gemma", "mamba"):
         model = tiny(name, letters=False).model
         assert choose_feed_mode(model, range(70, 90)) is FeedMode.ONE_BY_ONE
