@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llminfer.engine.forward.forward import ForwardFactory
+from llminfer.engine.forward.protocol import ForwardFactory
 from llminfer.engine.forward.torch_compile import check_compiled
 from llminfer.engine.native.build import require_compiler
 from llminfer.engine.weights.packed_linear import TORCH_KERNELS, Kernels

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llminfer.engine.forward.forward import Forward, make_forward
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.forward.turns import turn_of
 from llminfer.engine.kv_cache.batched import JoinedCache, can_join, has_tokens
 from llminfer.engine.kv_cache.tensors import cache_bytes, stateful_modules

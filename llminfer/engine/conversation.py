@@ -15,7 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, common_prefix, exact_length, feed
-from llminfer.engine.forward.forward import Forward, WrappedForward, make_forward
+from llminfer.engine.forward.chunks import WrappedForward
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.generate import run_prompt
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.machine.device import synchronizer

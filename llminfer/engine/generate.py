@@ -11,7 +11,8 @@ import torch
 
 from llminfer.engine.forward.cache_reuse import exact_length
 from llminfer.engine.forward.chunks import prefill_chunk
-from llminfer.engine.forward.forward import Forward, PlainForward, make_forward
+from llminfer.engine.forward.forward import PlainForward, make_forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.forward.torch_compile import CompiledStep, compile_step, compiled_room
 from llminfer.engine.kv_cache.kinds import TokenSchedule, check_cache, chunk_sizes
 from llminfer.engine.loop import decode

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from llminfer.engine.forward.forward import Forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.text.output import Output

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llminfer.engine.forward.forward import ForwardFactory
+from llminfer.engine.forward.protocol import ForwardFactory
 from llminfer.engine.forward.torch_compile import CompiledStep
 from llminfer.kv.layer import ModelKV
 from llminfer.params import CacheOptions, Execution

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from llminfer.atomic import replacing
 from llminfer.engine.forward.cache_reuse import common_prefix
-from llminfer.engine.forward.forward import Forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.kinds import TokenSchedule, make_cache, predict_cache
 from llminfer.engine.kv_cache.layers import STATES, row_of
 from llminfer.engine.kv_cache.tensors import WHOLE_CACHES

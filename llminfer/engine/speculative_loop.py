@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llminfer.engine.forward.cache_reuse import common_prefix
-from llminfer.engine.forward.forward import Forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.models.capabilities import text_config

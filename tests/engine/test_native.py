@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,14 @@ from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.native import build, decoder, packed
+from llminfer.engine.native import library as library_module
 from llminfer.engine.native.decoder import FAMILIES, why_not_native
 from llminfer.engine.native.forward import NativeForward
 from llminfer.engine.native.library import FORMATS, Library, library
 from llminfer.engine.native.packed import NATIVE_KERNELS, NativeLinear, pack
 from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.engine.speculative_loop import decode_drafts
-from llminfer.engine.weights.packed_linear import LazyWeight
+from llminfer.engine.weights.packed_layer import LazyWeight
 from llminfer.engine.weights.packing import pack_model
 from llminfer.errors import LlminferError, UsageError
 from llminfer.events import Step
@@ -296,6 +298,16 @@ def test_any_number_of_threads_gives_the_same_logits(count: int, threads: Any) -
         for start, end in itertools.pairwise((0, 3, 4, 5, 20, 30)):
             logits, expected = ours(ids[start:end]), theirs(ids[start:end])
             assert (logits - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("record", ["MatrixRecord", "LayerRecord", "ModelRecord"])
+def test_records_of_other_sizes_than_those_in_c_are_refused(monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    path = str(build.native_library())
+    longer = type(record, (getattr(library_module, record),), {"_fields_": [("one_more", ctypes.c_int64)]})
+    records = [longer if kind.__name__ == record else kind for kind in library_module._RECORDS]
+    monkeypatch.setattr(library_module, "_RECORDS", tuple(records))
+    with pytest.raises(LlminferError, match="records of other sizes"):
+        Library(path)
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicIndexedLayer
 
-from llminfer.engine.forward.forward import Forward, make_forward
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.models.protocols import CausalLM, Config
 
 _HEAD, _TAIL = 5, 3

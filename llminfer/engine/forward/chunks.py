@@ -1,12 +1,21 @@
-"""How many ids at a time a model is fed when more than one comes at once: all, chunks, or one by one."""
+"""Feeds a long prompt in chunks: how many ids a model takes at a time, and the forward that cuts them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from llminfer.engine.models.capabilities import check_chunks, layer_types, text_config, why_one_at_a_time
+from llminfer.engine.forward.protocol import Forward
+from llminfer.engine.models.capabilities import (
+    check_chunks,
+    layer_types,
+    text_config,
+    why_one_at_a_time,
+)
 from llminfer.engine.models.protocols import CausalLM
 from llminfer.params import CacheOptions
 
@@ -86,3 +95,64 @@ def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
         yield new_ids
     else:
         yield from ([new_id] for new_id in new_ids)
+
+
+class WrappedForward:
+    """Another forward, all of which shows through; for those that change how it is fed."""
+
+    __slots__ = ("_forward",)
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        return self._forward(new_ids)
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        return self._forward.last(new_ids, count)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._forward.ids
+
+    def crop(self, tokens: int) -> bool:
+        return self._forward.crop(tokens)
+
+    @property
+    def cache(self) -> Any:
+        return self._forward.cache
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return self._forward.kv_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._forward.notes
+
+
+class ChunkedForward(WrappedForward):
+    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
+
+    __slots__ = ("_chunks", "_turn")
+
+    def __init__(
+        self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        super().__init__(forward)
+        self._chunks, self._turn = chunks, turn
+
+    def __call__(self, new_ids: Sequence[int]) -> Tensor:
+        logits = None
+        for chunk in self._chunks(new_ids, len(self._forward.ids)):
+            with self._turn():
+                logits = self._forward(chunk)
+        if logits is None:
+            raise ValueError("nothing to feed")
+        return logits
+
+    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._turn():
+            return self._forward.last(new_ids[-count:], count)

@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llminfer.engine.forward.chunks import Chunks, chunks_for
+from llminfer.engine.forward.chunks import ChunkedForward, chunks_for
 from llminfer.engine.forward.gqa_attention import grouped_attention
+from llminfer.engine.forward.protocol import Call, Forward, ForwardFactory
 from llminfer.engine.forward.turns import check_claim, claim, turn_of
 from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.kv_cache.tensors import (
@@ -39,52 +40,6 @@ from llminfer.engine.kv_cache.window import window_mask
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
 from llminfer.engine.models.protocols import CausalLM, Outputs
 from llminfer.params import CacheOptions
-
-# the model, or what runs it: its arguments to its outputs
-Call = Callable[..., Outputs]
-
-
-class Forward(Protocol):
-    """Feeds new ids to the model and keeps what the next call needs; any number of ids, at any call."""
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        """Logits after the newest id, shape [1, vocabulary]."""
-        ...
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        """Logits after each of the newest `count` ids, shape [count, vocabulary]; `new_ids` are so many at least."""
-        ...
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """The ids fed so far, which need not be fed again."""
-        ...
-
-    def crop(self, tokens: int) -> bool:
-        """Forget all but the first `tokens` ids; False, and nothing changed, when the cache cannot be cut so.
-
-        This also mends a cache that a broken call has left half filled.
-        """
-        ...
-
-    @property
-    def kv_bytes(self) -> int | None:
-        """Bytes of the cache's tensors, None when there is no cache."""
-        ...
-
-    @property
-    def cache(self) -> Any:
-        """The cache itself, None when there is none."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the user should know about how the model was run."""
-        ...
-
-
-# (model, cache=..., cached_ids=...) to the forward
-ForwardFactory = Callable[..., Forward]
 
 
 def make_forward(
@@ -123,67 +78,6 @@ def _turn(model: CausalLM, attention: Callable[[], AbstractContextManager[None]]
     """No other thread is in the model's forward while this is open."""
     with turn_of(model), attention():
         yield
-
-
-class WrappedForward:
-    """Another forward, all of which shows through; for those that change how it is fed."""
-
-    __slots__ = ("_forward",)
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        return self._forward(new_ids)
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        return self._forward.last(new_ids, count)
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._forward.ids
-
-    def crop(self, tokens: int) -> bool:
-        return self._forward.crop(tokens)
-
-    @property
-    def cache(self) -> Any:
-        return self._forward.cache
-
-    @property
-    def kv_bytes(self) -> int | None:
-        return self._forward.kv_bytes
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._forward.notes
-
-
-class ChunkedForward(WrappedForward):
-    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
-
-    __slots__ = ("_chunks", "_turn")
-
-    def __init__(
-        self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        super().__init__(forward)
-        self._chunks, self._turn = chunks, turn
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        logits = None
-        for chunk in self._chunks(new_ids, len(self._forward.ids)):
-            with self._turn():
-                logits = self._forward(chunk)
-        if logits is None:
-            raise ValueError("nothing to feed")
-        return logits
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if len(new_ids) > count:
-            self(new_ids[:-count])
-        with self._turn():
-            return self._forward.last(new_ids[-count:], count)
 
 
 class UncachedForward:

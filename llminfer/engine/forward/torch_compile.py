@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from llminfer.engine.forward.forward import Call, static_arguments
+from llminfer.engine.forward.forward import static_arguments
+from llminfer.engine.forward.protocol import Call
 from llminfer.engine.kv_cache.kinds import check_cache
 from llminfer.engine.machine.disk_cache import cache_folder
 from llminfer.engine.models.capabilities import (

@@ -7,35 +7,7 @@
 
 #include "few_vectors.h"
 #include "many_vectors.h"
-
-enum Norm : int32_t { RMS = 0, CENTRED = 1 };
-enum Stored : int32_t { AS_FLOAT = 0, AS_HALF = 1, AS_BFLOAT = 2 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2 };
-
-struct Layer {
-  Matrix query, key, value, output, gate, up, down;
-  // weights of norms, null where the layer has none: before and after attention, before and after the MLP
-  const float *attention_in, *attention_out, *mlp_in, *mlp_out;
-  const float *query_norm, *key_norm;
-  const float* rotation;  // [position][cosines, sines][rotated / 2]; null: positions are not rotated in
-  // [kv head][capacity][head_dim]; places [begin, end) hold the tokens before this step
-  float *keys, *values;
-  int64_t capacity, begin, end;
-  int64_t window;  // tokens that one sees, its own included; 0: all
-};
-
-struct Model {
-  int64_t hidden, heads, kv_heads, head_dim, intermediate, vocabulary, layers, rotated;
-  Layer* layer;
-  Matrix head;
-  const Matrix* embedding_rows;  // packed rows to look tokens up in, else
-  const void* embedding;         // [known][hidden], in the type that `embedding_type` names
-  int64_t known;                 // ids that have a row
-  const float* final_norm;
-  float embedding_scale, norm_epsilon, norm_offset, attention_scale, attention_cap, logit_cap, logit_scale, residual_scale;
-  float clip;  // of queries, keys and values; 0: none
-  int32_t norm, activation, norms_whole_projection, embedding_type;
-};
+#include "model.h"
 
 constexpr long MOST_TOKENS = 16;  // in one step
 constexpr long TILE_TOKENS = 64;  // of keys that stay in the first-level cache
@@ -98,16 +70,16 @@ class Decoder {
       project(layer, own, thread);
       threads().barrier();
       attend(layer, own, thread);
-      meet(layer.output, thread);
-      mix(layer, own, thread);
+      barrier(layer.output, thread);
+      project_output(layer, own, thread);
       prefetch(layer.up, thread, team);
-      meet(layer.gate, thread);
+      barrier(layer.gate, thread);
       add(mixed_.data(), layer.attention_out, own);
       gate(layer, own, thread);
-      meet(layer.down, thread);
+      barrier(layer.down, thread);
       const Vectors gated = prepare(layer.down, gated_.data(), m_.intermediate, own);
       rows_of(layer.down, gated, count_, mixed_.data(), m_.hidden, thread);
-      meet(l + 1 < m_.layers ? m_.layer[l + 1].query : m_.head, thread);
+      barrier(l + 1 < m_.layers ? m_.layer[l + 1].query : m_.head, thread);
       add(mixed_.data(), layer.mlp_out, own);
     }
     const long first = count_ - wanted;
@@ -121,7 +93,7 @@ class Decoder {
   Threads& threads() { return Threads::shared(); }
 
   // Wait for the other threads, with the beginning of what comes next on its way.
-  void meet(const Matrix& next, int thread) {
+  void barrier(const Matrix& next, int thread) {
     prefetch(next, thread, threads_);
     threads().barrier();
   }
@@ -335,7 +307,7 @@ class Decoder {
   }
 
   // The threads' sums as one, then this thread's rows of the output projection.
-  void mix(const Layer& layer, Own& own, int thread) {
+  void project_output(const Layer& layer, Own& own, int thread) {
     const long d = m_.head_dim;
     for (long t = 0; t < count_; ++t)
       for (long h = 0; h < m_.heads; ++h) {

@@ -28,7 +28,7 @@ from llminfer.engine.native.library import (
     pointer,
 )
 from llminfer.engine.native.packed import GROUP_ROWS, NativeLinear
-from llminfer.engine.weights.packed_linear import LazyWeight
+from llminfer.engine.weights.packed_layer import LazyWeight
 
 _PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _FOUR_NORMS = (

@@ -14,7 +14,6 @@ from torch import Tensor
 from llminfer.engine.native.build import native_library
 from llminfer.errors import LlminferError
 
-ABI = 3
 FORMATS = {"float32": 0, "float16": 1, "int8": 2, "int4": 3}
 NORMS = {"rms": 0, "centred": 1}
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -83,9 +82,10 @@ class ModelRecord(Structure):
 
 
 _MATRIX = POINTER(MatrixRecord)
+_RECORDS = (MatrixRecord, LayerRecord, ModelRecord)  # as engine.cpp counts them
 # name: (what it returns, what it takes)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "abi": (c_int32, ()),
+    "record_sizes": (None, (POINTER(c_int64),)),
     "vectors": (c_char_p, ()),
     "threads": (None, (c_int32,)),
     "openmp": (None, (c_void_p, c_void_p)),
@@ -110,8 +110,10 @@ class Library:
             function = getattr(loaded, f"llminfer_{name}")
             function.restype, function.argtypes = returns, list(takes)
             setattr(self, name, function)
-        if self.abi() != ABI:
-            raise LlminferError(f"{path} is of another version", hint="delete it: it is built again")
+        sizes = (c_int64 * len(_RECORDS))()
+        self.record_sizes(sizes)
+        if list(sizes) != [ctypes.sizeof(record) for record in _RECORDS]:
+            raise LlminferError(f"{path} has records of other sizes", hint="delete it: it is built again")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)

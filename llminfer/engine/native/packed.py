@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from llminfer.engine.native.library import FORMATS, MatrixRecord, library, pointer
-from llminfer.engine.weights.packed_linear import HEAD_FORMATS, Kernels, PackedLinear
+from llminfer.engine.weights.packed_layer import PackedLinear
+from llminfer.engine.weights.packed_linear import HEAD_FORMATS, Kernels
 
 GROUP_ROWS = 8  # rows are packed in groups of so many
 

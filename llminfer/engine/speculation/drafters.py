@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llminfer.engine.forward.cache_reuse import common_prefix, exact_length
-from llminfer.engine.forward.forward import Forward, make_forward
+from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.models.capabilities import text_config
 from llminfer.engine.weights.packing import held_bytes

@@ -20,14 +20,8 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from llminfer.engine.forward.forward import make_forward
-from llminfer.engine.weights.packed_linear import (
-    TORCH_KERNELS,
-    Kernels,
-    LazyWeight,
-    PackedLinear,
-    TiedFloat32Linear,
-    widened,
-)
+from llminfer.engine.weights.packed_layer import LazyWeight, PackedLinear, widened
+from llminfer.engine.weights.packed_linear import TORCH_KERNELS, Kernels, TiedFloat32Linear
 
 _LINEAR = (nn.Linear, Conv1D)
 _WATCHED = (*_LINEAR, nn.Embedding)

@@ -19,7 +19,8 @@ from llminfer.engine.model import LoadedModel
 from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.engine.speculative_loop import decode_drafts
 from llminfer.engine.weights import packed_linear
-from llminfer.engine.weights.packed_linear import FEW_TOKENS, TORCH_KERNELS, PackedLinear
+from llminfer.engine.weights.packed_layer import PackedLinear
+from llminfer.engine.weights.packed_linear import FEW_TOKENS, TORCH_KERNELS
 from llminfer.engine.weights.packing import NO_GAIN, READ_ELSEWHERE, Packing, held_bytes, held_parts, pack_model
 from llminfer.params import MAX_DRAFT_TOKENS, WEIGHTS, CacheOptions, Execution, SamplingParams
 from tests.parity import (
