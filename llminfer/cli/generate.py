@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
-from llminfer.cli.loading import ModelChoice, check_choice, load_model, load_with_draft, status
+from llminfer.cli.loading import ModelChoice, check_choice
 from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
-from llminfer.cli.standard_streams import read_stdin, write_text
-from llminfer.cli.stream import interrupts, stream, text_of
-from llminfer.errors import InvalidParams, LlminferError, UsageError
+from llminfer.cli.running import Request, Shown, run, run_many
+from llminfer.cli.standard_streams import read_stdin
+from llminfer.errors import InvalidParams, UsageError
 from llminfer.kv.quantizers import quantizer
 from llminfer.params import (
     DEFAULT_KV_BITS,
     MAX_BIAS,
     CacheOptions,
     Execution,
-    Speculation,
     StopCriteria,
     check_range,
     make_speculation,
 )
 from llminfer.text import decode_text, without_line_end
-from llminfer.units import to_json
 
 if TYPE_CHECKING:
-    from llminfer.engine.model import LoadedModel
-    from llminfer.events import Finished, Step, Trace
+    pass
 
 
 def generate(
@@ -168,10 +162,12 @@ def generate(
         "logprobs": logprobs,
         "seed": seed,
     }
-    caching = {"bits": kv_bits, "window": kv_window, "prefill_chunk": prefill_chunk, "file": prompt_cache}
-    many = ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume)
-    request = _Request(
-        flags=flags,
+    check_flags(flags, max_new_tokens)
+    execution = Execution(weights=weights, engine=engine, compiled=compiled)
+    # several sequences share a dynamic cache, and a window is kept in one of its own
+    plain = prompts is not None or num_samples > 1 or kv_window is not None
+    request = Request(
+        flags={**flags, "logit_bias": parse_logit_bias(logit_bias or []) or None},
         system=system,
         raw=raw,
         choice=ModelChoice(
@@ -183,70 +179,30 @@ def generate(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
             verbose=not quiet and not json_output,
+            execution=execution,
         ),
-        output=_Output(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
+        output=Shown(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
         bad_words=tuple(bad_words or ()),
         num_samples=num_samples,
-        many=many,
-    )
-    check_flags(flags, max_new_tokens)
-    _check_choices(request)
-    execution = Execution(weights=weights, engine=engine, compiled=compiled)
-    # several sequences share a dynamic cache, and a window is kept in one of its own
-    plain = many.file is not None or num_samples > 1 or kv_window is not None
-    default_cache = "dynamic" if plain else execution.default_cache
-    request = replace(
-        request,
-        caching=CacheOptions(kind=cache or default_cache, **cast(dict[str, Any], caching)),
-        choice=replace(request.choice, execution=execution),
-        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
-        draft=draft,
-    )
-    _check_caching(request)
-    _check_speculation(request)
-    biases = parse_logit_bias(logit_bias or [])
-    request = replace(
-        request,
-        flags={**flags, "logit_bias": biases or None},
+        many=ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume),
+        caching=CacheOptions(
+            kind=cache or ("dynamic" if plain else execution.default_cache),
+            bits=kv_bits,
+            window=kv_window,
+            prefill_chunk=prefill_chunk,
+            file=prompt_cache,
+        ),
         stop=StopCriteria(
             max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
         ),
+        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+        draft=draft,
     )
-    if many.file is not None:
-        many.check(given_prompt=prompt is not None or prompt_file is not None)
-        return _run_many(request)
-    return _run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Output:
-    steps: bool
-    quiet: bool
-    json: bool
-    echo: bool
-    token_ids: bool
-
-    @property
-    def verbose(self) -> bool:
-        """Whether progress and summary go to standard error."""
-        return not self.quiet and not self.json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    flags: Mapping[str, Any]
-    system: str | None
-    raw: bool
-    choice: ModelChoice
-    output: _Output
-    bad_words: tuple[str, ...]
-    num_samples: int
-    many: ManyPrompts
-    caching: CacheOptions = field(default_factory=CacheOptions)
-    stop: StopCriteria = field(default_factory=StopCriteria)
-    speculation: Speculation | None = None
-    draft: str | None = None
-    text: str = ""
+    _check(request)
+    if prompts is not None:
+        request.many.check(given_prompt=prompt is not None or prompt_file is not None)
+        return run_many(request)
+    return run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
 
 
 def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
@@ -267,8 +223,15 @@ def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _check_choices(request: _Request) -> None:
+def _check(request: Request) -> None:
+    """Refuse what cannot be combined, before anything is loaded."""
     check_choice(request.choice)
+    _check_output(request)
+    _check_caching(request)
+    _check_speculation(request)
+
+
+def _check_output(request: Request) -> None:
     output = request.output
     check_range("--num-samples", request.num_samples, 1, 1024)
     contradictions = {
@@ -290,7 +253,7 @@ def _check_choices(request: _Request) -> None:
             raise UsageError(f"{what}: these do not go together", hint="drop one of them, or add what is missing")
 
 
-def _check_caching(request: _Request) -> None:
+def _check_caching(request: Request) -> None:
     """Several sequences share one dynamic cache: what is said about another one, or needs one, is for a single run."""
     caching = request.caching
     asked = {
@@ -310,7 +273,7 @@ def _check_caching(request: _Request) -> None:
     request.choice.execution.check_cache(caching)
 
 
-def _check_speculation(request: _Request) -> None:
+def _check_speculation(request: Request) -> None:
     """Drafts are for a single run, on a cache that can be cut back."""
     if request.speculation is None:
         return
@@ -349,158 +312,3 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not text and prompt is None:
         raise UsageError("no prompt, and standard input is empty", hint="give the prompt as an argument")
     return text
-
-
-def _run(request: _Request, *, debug: bool) -> int:
-    startup_s: dict[str, float] = {}
-    loaded, draft = _load(request, startup_s)
-    if request.num_samples > 1:
-        return _run_samples(request, loaded, startup_s)
-    from llminfer.engine.generate import generate as generate_events
-
-    compiles = request.output.verbose and request.choice.execution.compiled
-    with status("compiling the decode step", compiles):
-        events = generate_events(
-            loaded,
-            request.text,
-            sampling=request.flags,
-            bad_words=request.bad_words,
-            stop=request.stop,
-            system=request.system,
-            raw=request.raw,
-            cache=request.caching,
-            speculation=request.speculation,
-            draft=draft,
-        )
-    if request.output.echo:
-        write_text(request.text)
-    output = request.output
-    shown = None if output.json else _id_line if output.token_ids else text_of
-    trace = stream(events, announce=output.verbose, show=shown)
-    if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
-        write_text("\n")
-    return _finish(trace, request.output, startup_s, debug=debug)
-
-
-def _load(request: _Request, startup_s: dict[str, float]) -> tuple[LoadedModel, LoadedModel | None]:
-    """The model, and the one that drafts for it where one does."""
-    if request.draft is not None and request.speculation is not None:
-        return load_with_draft(
-            request.choice, request.draft, startup_s, cache=request.caching, speculation=request.speculation
-        )
-    return load_model(request.choice, startup_s, cache=request.caching, speculation=request.speculation), None
-
-
-def _id_line(event: Step | Finished) -> str:
-    token_id = getattr(event, "token_id", None)
-    return "" if token_id is None else f"{token_id}\n"
-
-
-def _run_samples(request: _Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
-    """Several samples of one prompt: each text on lines of its own, or all in one document."""
-    from llminfer.engine.batch_generate import BatchPeak, run_samples
-    from llminfer.render.document import samples_document
-
-    peak = BatchPeak()
-    traces = run_samples(
-        loaded,
-        request.text,
-        request.num_samples,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        stop=request.stop,
-        system=request.system,
-        raw=request.raw,
-        peak=peak,
-    )
-    if request.output.json:
-        write_text(to_json(samples_document(traces, startup_s, asdict(peak))) + "\n")
-    for number, trace in enumerate(traces if not request.output.json else ()):
-        if request.output.verbose and trace.started is not None and trace.finished is not None:
-            seed, reason = trace.started.sampling.seed, trace.finished.reason
-            say(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}")
-        shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
-        write_text((request.text if request.output.echo else "") + shown + "\n")
-    if request.output.verbose:
-        predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
-        say(f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}")
-    reasons = [trace.finished.reason for trace in traces if trace.finished is not None]
-    return INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
-
-
-def _run_many(request: _Request) -> int:
-    from llminfer.cli.prompts import write_results
-    from llminfer.engine.batch_generate import run_jobs
-    from llminfer.engine.prompt_cache import model_digest
-
-    many, output = request.many, request.output
-    settings = _settings(request)
-    jobs = many.jobs(request.stop, settings)
-    if not jobs:
-        if output.verbose:
-            say(f"nothing to do: {many.output} has every line")
-        return 0
-    startup_s: dict[str, float] = {}
-    loaded = load_model(request.choice, startup_s, cache=request.caching)
-    origin = {"settings": settings}
-    if many.output is not None and loaded.folder is not None:
-        origin["model_digest"] = model_digest(loaded.folder)
-        note = many.check_model(loaded.name, origin["model_digest"])
-        if note is not None and output.verbose:
-            say(f"note: {note}")
-    results = run_jobs(
-        loaded,
-        jobs,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        system=request.system,
-        raw=request.raw,
-        batch_size=many.batch_size,
-    )
-    with interrupts() as interrupt:
-        interrupt.may_wait = True
-        lines = [job.line for job in jobs]
-        return write_results(results, lines, many, interrupt, verbose=output.verbose, origin=origin)
-
-
-def _settings(request: _Request) -> str:
-    """A digest of the options that shape a result of --prompts; those that say nothing are left out."""
-    stated = {
-        **request.flags,
-        **asdict(request.stop),
-        "bad_words": request.bad_words,
-        "system": request.system,
-        "raw": request.raw,
-        "dtype": request.choice.dtype,
-        "weights": request.choice.execution.weights,
-        "tokenizer": request.choice.tokenizer and str(request.choice.tokenizer),
-    }
-    said = {name: value for name, value in stated.items() if value not in (None, ()) and value is not False}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _finish(trace: Trace, output: _Output, startup_s: Mapping[str, float], *, debug: bool) -> int:
-    """The summary or the JSON document, then the exit code."""
-    finished = trace.finished
-    if finished is None:
-        raise KeyboardInterrupt
-    if output.json:
-        from llminfer.render.document import run_document
-
-        write_text(to_json(run_document(trace, startup_s)) + "\n")
-    if output.verbose or output.steps:
-        from llminfer.render.console import make_console
-        from llminfer.render.steps import step_table
-        from llminfer.render.summary import summary
-
-        console = make_console(sys.stderr)
-        drafts = trace.started is not None and trace.started.speculation is not None
-        for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
-            console.print(line)
-        for text in summary(trace, startup_s) if output.verbose else ():
-            console.print(text)
-    if isinstance(finished.error, LlminferError):
-        if debug:
-            raise finished.error
-        return report(finished.error)
-    return INTERRUPTED_EXIT_CODE if finished.reason == "interrupted" else 0

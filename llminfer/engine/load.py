@@ -72,34 +72,28 @@ def load(
         OutOfMemory: when the weights do not fit the device.
     """
     start_s, execution = time.perf_counter(), execution or Execution()
+    folder, name = checkpoint.folder, name or checkpoint.folder.name
     execution.check_placed(device=device, dtype=dtype)
     _quiet_transformers()
     chosen_device = choose_device(device)
-    config = read_architecture(checkpoint.folder, checkpoint.config, trust_remote_code=trust_remote_code)
-    stated = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
-    checkpoint_dtype = stated if isinstance(stated, torch.dtype) else torch.float32
-    wanted_dtype = dtype if execution.weights_format is None else "float32"  # in which packed weights compute
-    chosen_dtype, dtype_note = choose_dtype(wanted_dtype, chosen_device, checkpoint_dtype)
-    kv, unpredicted = _predict(config, str(checkpoint.folder))
-    _check_quantization(config, str(checkpoint.folder))
-    check_execution(execution, chosen_device, config, name or checkpoint.folder.name)
-    if cache is not None:
-        check_cache(cache, config, name or checkpoint.folder.name)
-    if speculation is not None:
-        check_speculation(speculation, cache or CacheOptions(), config, name or checkpoint.folder.name)
+    config = read_architecture(folder, checkpoint.config, trust_remote_code=trust_remote_code)
+    stated, chosen_dtype, dtype_notes = _element_types(config, execution, dtype, chosen_device)
+    kv, unpredicted = _predict(config, str(folder))
+    _check_quantization(config, str(folder))
+    check_execution(execution, chosen_device, config, name)
+    _check_asked(cache, speculation, config, name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
     if draft is not None:
-        source = name or checkpoint.folder.name
-        check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=source)
-    with _loading("weights", checkpoint.folder, stated=checkpoint.config, doubt=unpredicted):
-        read_dtype = load_dtype(execution, stated=checkpoint_dtype, chosen=chosen_dtype)
+        check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=name)
+    with _loading("weights", folder, stated=checkpoint.config, doubt=unpredicted):
+        read_dtype = load_dtype(execution, stated=stated, chosen=chosen_dtype)
         model, weight_notes = _load_weights(checkpoint, config, read_dtype, chosen_device, trust_remote_code)
-        prepared = prepare_execution(model, execution, name or checkpoint.folder.name)
+        prepared = prepare_execution(model, execution, name)
         product_notes = widen_slow_products(model)
     eos_ids, eos_notes = collect_eos_ids(model, tokenizer)
     return LoadedModel(
-        name=name or checkpoint.folder.name,
+        name=name,
         model=model,
         tokenizer=tokenizer,
         device=chosen_device,
@@ -109,21 +103,31 @@ def load(
         generation_defaults=_stated_generation_defaults(model),
         eos_ids=eos_ids,
         context_limit=context_limit(model.config),
-        notes=(
-            *((f"dtype {dtype_note}",) if dtype_note else ()),
-            *weight_notes,
-            *prepared.notes,
-            *product_notes,
-            *eos_notes,
-            *_conversion_warnings(checkpoint.folder),
-            *_adapter_notes(checkpoint.folder),
-        ),
+        notes=(*dtype_notes, *weight_notes, *prepared.notes, *product_notes, *eos_notes, *_notes_on_files(folder)),
         load_s=time.perf_counter() - start_s,
-        folder=checkpoint.folder,
+        folder=folder,
         execution=execution,
         weights_parts=held_parts(model),
         forward_factory=prepared.factory,
     )
+
+
+def _check_asked(cache: CacheOptions | None, speculation: Speculation | None, config: Any, name: str) -> None:
+    if cache is not None:
+        check_cache(cache, config, name)
+    if speculation is not None:
+        check_speculation(speculation, cache or CacheOptions(), config, name)
+
+
+def _element_types(
+    config: Any, execution: Execution, dtype: str, device: torch.device
+) -> tuple[torch.dtype, torch.dtype, tuple[str, ...]]:
+    """The type that the checkpoint states, the one to compute in, and what has to be said about it."""
+    found = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
+    stated = found if isinstance(found, torch.dtype) else torch.float32
+    wanted = dtype if execution.weights_format is None else "float32"  # in which packed weights compute
+    chosen, note = choose_dtype(wanted, device, stated)
+    return stated, chosen, (f"dtype {note}",) if note else ()
 
 
 def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -223,6 +227,10 @@ def _predict(config: Any, source: str) -> tuple[ModelKV | None, UnsupportedArchi
 def _conversion_warnings(folder: Path) -> tuple[str, ...]:
     manifest = read_manifest(folder)
     return manifest.warnings if manifest is not None else ()
+
+
+def _notes_on_files(folder: Path) -> tuple[str, ...]:
+    return (*_conversion_warnings(folder), *_adapter_notes(folder))
 
 
 def _adapter_notes(folder: Path) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llminfer.engine.forward.cache_reuse import common_prefix
+from llminfer.engine.forward.cache_reuse import common_prefix, exact_length
+from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.machine.clock import Clock
@@ -226,8 +227,15 @@ def make_drafting(
         return Drafting(speculation=speculation, drafter=PromptLookup(check))
     check_speculation(speculation, CacheOptions(), draft.model.config, draft.name)
     check_vocabularies(draft.tokenizer, loaded.tokenizer, draft_name=draft.name, source=loaded.name)
-    cost, vocabulary = relative_cost(draft, loaded), text_config(loaded.model.config).vocab_size
-    drafter = DraftModel(draft, vocabulary, cost=cost, check=check)
+    cost, drafts = relative_cost(draft.model, loaded.model), CacheOptions(kind=draft.execution.default_cache)
+    lengths = (draft.context_limit, exact_length(draft.model.config))
+    drafter = DraftModel(
+        make_forward(draft.model, options=drafts, factory=draft.forward_factory_for(drafts)),
+        vocabulary=min(text_config(model.config).vocab_size for model in (draft.model, loaded.model)),
+        longest=min((length for length in lengths if length is not None), default=None),
+        cost=cost,
+        check=check,
+    )
     return Drafting(speculation=speculation, drafter=drafter, draft=draft, draft_cost=cost)
 
 

@@ -176,7 +176,7 @@ def test_every_failure_is_one_line_and_with_json_one_document(
     def fail(*arguments: Any, **options: Any) -> int:
         raise error
 
-    monkeypatch.setattr("llminfer.cli.generate._run", fail)
+    monkeypatch.setattr("llminfer.cli.generate.run", fail)
     code, out, err = run_cli("generate", "x", *(["--json"] if as_json else []))
     assert code == 1
     assert err.splitlines()[0] == f"error: {message}"

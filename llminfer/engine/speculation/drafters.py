@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from llminfer.engine.forward.cache_reuse import common_prefix, exact_length
-from llminfer.engine.forward.forward import make_forward
+from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.models.capabilities import text_config
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.weights.packing import held_bytes
 from llminfer.errors import GenerationFailed
-from llminfer.params import MAX_DRAFT_TOKENS, CacheOptions
-
-if TYPE_CHECKING:
-    from llminfer.engine.model import LoadedModel
+from llminfer.params import MAX_DRAFT_TOKENS
 
 LONGEST_NGRAM = 3
 # how configs name the experts that a token takes, and how many there are
@@ -53,9 +50,9 @@ def check_cost(device: str) -> CheckCost:
     return CHECK_COSTS.get(device, CHECK_COSTS["cpu"])
 
 
-def relative_cost(draft: LoadedModel, loaded: LoadedModel) -> float:
+def relative_cost(draft: CausalLM, model: CausalLM) -> float:
     """A forward of the draft model over one id, in forwards of the other: the bytes of weights that each reads."""
-    return _read_bytes(draft.model) / max(_read_bytes(loaded.model), 1.0)
+    return _read_bytes(draft) / max(_read_bytes(model), 1.0)
 
 
 def _read_bytes(model: Any) -> float:
@@ -213,15 +210,20 @@ class DraftModel:
     )
 
     def __init__(
-        self, draft: LoadedModel, vocabulary: int, *, cost: float = 0.0, check: CheckCost = CHECK_COSTS["cpu"]
+        self,
+        forward: Forward,
+        *,
+        vocabulary: int,
+        longest: int | None,
+        cost: float = 0.0,
+        check: CheckCost = CHECK_COSTS["cpu"],
     ) -> None:
-        """`vocabulary` is how many ids the model has that checks the drafts, `cost` a forward of this one in its."""
-        self._cost, self._check = cost, check
-        options = CacheOptions(kind=draft.execution.default_cache)
-        self.forward: Forward = make_forward(draft.model, options=options, factory=draft.forward_factory_for(options))
-        lengths = (draft.context_limit, exact_length(draft.model.config))
-        self._longest = min((length for length in lengths if length is not None), default=None)
-        self._usable = min(vocabulary, text_config(draft.model.config).vocab_size)
+        """`vocabulary` is how many ids both models have, `longest` the tokens up to which this one's logits hold.
+
+        `cost` is a forward of this model over one id, in forwards of the one that checks.
+        """
+        self.forward: Forward = forward
+        self._usable, self._longest, self._cost, self._check = vocabulary, longest, cost, check
         self._acceptance = Acceptance(_FIRST_RATE_OF_MODEL)
         self._guess: Sequence[int] = ()
         self._start = self._passed = 0
