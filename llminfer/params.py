@@ -318,16 +318,21 @@ def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int |
     return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
 
 
-def check_writable(option: str, file: Path) -> None:
+def check_writable(option: str, file: Path, *, streams: bool = False) -> None:
     """Refuse a file that could not be written after the run, as far as that can be known.
+
+    Args:
+        option: names it in errors.
+        streams: whether a pipe or a device does as well.
 
     Raises:
         UsageError: naming the option.
     """
-    if file.exists() and not file.is_file():
+    stream = file.exists() and not file.is_file()
+    if file.is_dir() or (stream and not streams):
         raise UsageError(f"{option} {file}: not a file", hint="name a file")
     if not file.parent.is_dir():
         raise UsageError(f"{option} {file}: no such folder as {file.parent}", hint="make the folder first")
-    for place in (file.parent, file):
+    for place in (file,) if stream else (file.parent, file):
         if place.exists() and not os.access(place, os.W_OK):
             raise UsageError(f"{option} {file}: cannot write to {place}", hint="name another file")

@@ -127,7 +127,7 @@ OTHERS = [
     (POINTER, "is a Git LFS pointer"),
     (PAGE, "is a web page"),
     (b"", "is empty"),
-    (b"PK\x03\x04..", "zip archive"),
+    (b"PK\x03\x04..", "is a zip archive"),
 ]
 
 

@@ -50,7 +50,7 @@ class ManyPrompts:
         if self.file is None or not self.file.exists():
             raise UsageError(f"cannot read --prompts {self.file}: no such file")
         if self.output is not None:
-            check_writable("--output", self.output)
+            check_writable("--output", self.output, streams=not self.resume)
             if self.output.exists() and not self.resume and self.output.stat().st_size:
                 raise UsageError(f"{self.output} exists", hint=f"--resume goes on with it; or {_OTHER_OUTPUT}")
 
@@ -146,7 +146,8 @@ def write_results(
         if stream is not None and many.output is not None:
             with writing(many.output):
                 stream.close()
-                _tidy(many.output)
+                if many.output.is_file():  # what went into a pipe or a device is gone
+                    _tidy(many.output)
     return INTERRUPTED_EXIT_CODE if interrupted or interrupt.pending else int(failed > 0)
 
 

@@ -390,7 +390,9 @@ def test_prompts_that_cannot_be_used_are_usage_errors(
     file.write_bytes(b"caf\xe9")
     cases = [
         (b"", ("generate",), "no prompt"),
-        (b"\xff\xfe", ("generate",), "standard input is not UTF-8"),
+        (b"\xff\xff", ("generate",), "standard input is not UTF-8"),
+        (b"\xff\xfea", ("generate",), "standard input begins as UTF-16-LE and is not"),
+        (b"\xff\xfe", ("generate",), "standard input is empty"),
         (b"", ("generate", "--prompt-file", str(file)), "not UTF-8 text (byte 3)"),
         (b"", ("generate", "--prompt-file", str(tmp_path / "none.txt")), "cannot read"),
         (b"", ("generate", "a", "--prompt-file", str(file)), "two prompts"),

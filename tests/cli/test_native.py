@@ -58,13 +58,10 @@ def test_other_caches_go_with_native_matrices(run_cli: Cli, tiny_llama: Path, ca
     assert native["token_ids"] == plain["token_ids"]
 
 
-def test_several_sequences_and_windows_keep_their_caches(run_cli: Cli, tiny_llama: Path, tmp_path: Path) -> None:
-    lines = tmp_path / "prompts.txt"
-    lines.write_text("once upon\na time\n")
+def test_a_window_keeps_its_cache(run_cli: Cli, tiny_llama: Path) -> None:
     common = ("--model", tiny_llama, "-t", "0", "-n", "4", "--raw", "--engine", "native")
-    for arguments in (("--prompts", lines), ("x", "--num-samples", "2"), ("x", "--kv-window", "8")):
-        code, _, err = run_cli("generate", *arguments, *common)
-        assert code == 0, err
+    code, _, err = run_cli("generate", "x", "--kv-window", "8", *common)
+    assert code == 0, err
 
 
 def test_a_saved_cache_is_gone_on_with(run_cli: Cli, tiny_llama: Path, tmp_path: Path) -> None:

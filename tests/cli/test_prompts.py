@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,17 @@ def test_no_character_of_a_text_or_an_id_ends_a_line(
         ('{"prompt": "x", "id": "\\ud83d"}', "not Unicode"),
         ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "not Unicode"),
         ('{"prompt": "x", "\\ud83d": 1}', "not Unicode"),
-        (f'{{"prompt": "x", "max_new_tokens": {HUGE}}}', "max_new_tokens must be a whole number"),
-        (f'{{"prompt": "x", "top_k": {HUGE}}}', "top_k must be a whole number"),
-        (f'{{"prompt": "x", "temperature": {HUGE}}}', "temperature must be a finite number"),
+        (f'{{"prompt": "x", "max_new_tokens": {HUGE}}}', "an integer of 400 digits"),
+        (f'{{"prompt": "x", "top_k": {HUGE}}}', "an integer of 400 digits"),
+        (f'{{"prompt": "x", "temperature": {HUGE}}}', "an integer of 400 digits"),
         (f'{{"prompt": "x", "seed": {HUGE * 20}}}', "digits"),
         ('{"prompt": "x", "top_k": 2.5}', "top_k must be a whole number of at least 0, not 2.5"),
         ('{"prompt": "x", "seed": true}', "seed must be a whole number"),
-        ('{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 1, not 1.5"),
+        ('{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 0, not 1.5"),
         (f'{{"prompt": "x", "logit_bias": {{"{HUGE}": 1}}}}', "the id of a logit_bias must be"),
         ('{"prompt": "x", "logit_bias": {"3": "much"}}', "logit_bias must be"),
         ('{"prompt": "x", "logit_bias": {"100000": 1}}', "100000"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "nested more than 64 deep"),
     ],
 )
 def test_a_line_that_cannot_run_has_an_error_and_the_others_run(
@@ -314,3 +315,18 @@ def test_packed_weights_give_each_line_the_tokens_it_gets_alone(
     for record, text in zip(records(out), file.read_text().split("\n"), strict=False):
         alone = json.loads(run_cli("generate", text, *options, "--json")[1])
         assert record["token_ids"] == alone["token_ids"]
+
+
+def test_an_output_may_be_a_pipe(run_cli: Cli, scripted: Callable[..., Path], tmp_path: Path) -> None:
+    source, pipe, came = tmp_path / "in.txt", tmp_path / "pipe", []
+    source.write_text("x\n")
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: came.append(pipe.read_text()))
+    reader.start()
+    code, _, err = run_cli("generate", "--prompts", source, "-o", pipe, "--raw", "-q", "-m", scripted(["a", 1]))
+    reader.join(timeout=60)
+    assert (code, err) == (0, "")
+    assert json.loads(came[0])["text"] == "a"
+    code, _, err = run_cli("generate", "--prompts", source, "-o", pipe, "--resume", "-m", scripted(["a", 1]))
+    assert code == 2
+    assert "not a file" in err

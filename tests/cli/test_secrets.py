@@ -110,7 +110,7 @@ def test_a_path_that_is_no_text_is_still_one_line_and_one_document(run_cli: RunC
     name = "/no/\udcff"
     code, out, err = run_cli("generate", "a", "-m", name, "--json")
     assert code == 3
-    assert err.startswith("error: no such file or folder: /no/")
+    assert err.startswith(r"error: --model /no/\udcff: its name is not valid UTF-8")
     assert "/no/" in json.loads(out)["error"]["message"]
 
 

@@ -87,7 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("[red]x", "no such file or folder: [red]x"),
         ("x" * 5000, f"{'x' * 5000} is neither a folder here nor a Hub id"),
         ("x/" * 5000, f"no such file or folder: {'x/' * 5000}"),
-        ("a\0b", "no such file or folder: a\0b"),
+        ("a\0b", r"no such file or folder: a\x00b"),
     ],
 )
 def test_a_path_is_never_looked_up_on_the_hub(run_cli: RunCli, name: str, reason: str) -> None:

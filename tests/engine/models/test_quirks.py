@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llminfer.engine.models.capabilities import forward_parameters, model_class
@@ -42,7 +42,7 @@ def test_a_type_without_a_row_has_no_quirks() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(DECODERS_THAT_DENY_IT))
 def test_a_config_that_denies_decoding_still_does(model_type: str) -> None:
-    assert tiny_config(model_type).is_decoder is False
+    assert CONFIG_MAPPING[model_type]().is_decoder is False
 
 
 @pytest.mark.parametrize("model_type", having("places", "distances"))
