@@ -11,7 +11,6 @@ from llminfer.events import Event
 from llminfer.kv.footprint import Footprint, footprint
 from llminfer.kv.gguf_layers import read_gguf_model
 from llminfer.kv.rules.families import read_model
-from llminfer.kv.sources import find_source
 from llminfer.params import (
     CacheOptions,
     Execution,
@@ -19,6 +18,7 @@ from llminfer.params import (
     StopCriteria,
     make_speculation,
 )
+from llminfer.sources import find_source
 
 if TYPE_CHECKING:
     from llminfer.engine.model import LoadedModel

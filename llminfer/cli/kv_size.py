@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llminfer.kv.budget import Memory
     from llminfer.kv.layer import ModelKV
     from llminfer.kv.results import Answer, CheckRow
-    from llminfer.kv.sources import Source
+    from llminfer.sources import Source
 
 FORMATS = ("table", "plain", "json", "csv", "markdown")
 ALL = "all"
@@ -221,7 +221,7 @@ def _sources(models: list[str], bare: Mapping[str, int | None]) -> list[Source |
     if models:
         if models.count("-") > 1:
             raise UsageError("standard input holds one config, but - is named more than once")
-        from llminfer.kv.sources import find_source
+        from llminfer.sources import find_source
 
         return [find_source(name) for name in models]
     missing = [flag for flag, value in bare.items() if value is None]
@@ -507,7 +507,7 @@ def _fail_if_needed(question: Question, answers: list[Answer]) -> None:
 
 
 def _print_list(output: str) -> None:
-    from llminfer.kv.sources import shipped_configs
+    from llminfer.sources import shipped_configs
 
     names = list(shipped_configs())
     if output == "json":

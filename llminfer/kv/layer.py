@@ -41,11 +41,6 @@ class PerToken:
         """Elements of one entry, as the architecture needs them."""
         return self.heads * self.dim
 
-    @property
-    def transformers_elements(self) -> int:
-        """Elements of one entry, as transformers caches them."""
-        return (self.heads if self.transformers_heads is None else self.transformers_heads) * self.dim
-
     def entries(self, *, tokens: int, kept: int) -> int:
         """Entries after `tokens` tokens of a sequence, of which the layer's window keeps `kept`."""
         seen = kept if self.windowed else tokens
@@ -85,10 +80,12 @@ class LayerKV:
     numbers: `tensors` grow with the tokens, `window` is the number of tokens that attention can
     see (the newest included; None: all), `states` do not grow. How many tokens of a window stay
     cached is the runtime's choice, not the layer's. A layer with neither holds nothing: it reuses
-    another layer's cache or has no attention.
+    another layer's cache or has no attention. `kind` is a name for people; `latent` says that one
+    compressed entry serves all heads, so that there are none to count or to split.
     """
 
     kind: str
+    latent: bool = False
     tensors: tuple[PerToken, ...] = ()
     window: int | None = None
     states: tuple[State, ...] = ()

@@ -72,7 +72,9 @@ def test_a_growing_layer_has_whole_blocks_and_a_window_stops_growing() -> None:
 
 def test_what_growing_layers_do_not_hold_is_not_in_blocks() -> None:
     indexed = LayerKV(
-        kind="latent", tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="indexer", heads=1, dim=8))
+        kind="latent",
+        latent=True,
+        tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="indexer", heads=1, dim=8)),
     )
     hybrid = LayerKV(kind="hybrid", tensors=attention(2, 16).tensors, states=recurrent(64, 4, 16).states)
     assert footprint(model(indexed), tokens=10, runtime="llminfer").total_bytes == (256 * 32 + 10 * 8) * 2
@@ -131,7 +133,9 @@ def test_keys_and_values_may_differ_in_type() -> None:
 
 def test_latents_are_one_head_in_every_runtime_that_keeps_them() -> None:
     latent = LayerKV(
-        kind="latent", tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="rope_key", heads=1, dim=8))
+        kind="latent",
+        latent=True,
+        tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="rope_key", heads=1, dim=8)),
     )
     of = model(*[latent] * 3, model_type="deepseek_v3")
     per_token = {name: size // 256 for name, size in sizes(of, 256).items() if name != "transformers-quantized"}

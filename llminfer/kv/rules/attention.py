@@ -47,14 +47,7 @@ def head_dim(view: ConfigView, heads: int) -> int:
     Raises:
         UnknownConfigField: when it is not stated and the quotient is not whole.
     """
-    stated = view.get("head_dim")
-    if stated is not None:
-        return view.integer("head_dim")
-    hidden = view.size(*HIDDEN)
-    if hidden % heads:
-        raise UnknownConfigField(f"{view.source}: hidden size {hidden} is not a multiple of {heads} heads")
-    view.note("head_dim", hidden // heads, "hidden size / attention heads")
-    return hidden // heads
+    return _split_hidden(view, heads) if view.get("head_dim") is None else view.integer("head_dim")
 
 
 def every_head(view: ConfigView) -> tuple[PerToken, ...]:

@@ -48,8 +48,8 @@ class Family:
     """How the layers of a model type become records.
 
     `attention` and `states` are the rules of its attending and its recurrent layers; `of_kind` and
-    `states_of_kind` are those of single kinds that differ. `kind` names its full layers in the
-    records. `prepare` rewrites old or derived fields to the usual ones before anything is read.
+    `states_of_kind` are those of single kinds that differ. `latent` says that its attention caches
+    latents. `prepare` rewrites old or derived fields to the usual ones before anything is read.
     `finish` turns the config's layers into the cache's, for types that cache a layer more than
     once, or not at all; `read` replaces all of it where a config has no list of layers. `notes` are
     sentences that any answer about the type has to carry.
@@ -59,7 +59,7 @@ class Family:
     states: States | None = None
     of_kind: Mapping[str, Tensors] = field(default_factory=dict)
     states_of_kind: Mapping[str, States] = field(default_factory=dict)
-    kind: str | None = None
+    latent: bool = False
     layers: tuple[str, ...] = LAYERS
     prepare: Callable[[ConfigView], ConfigView] = lambda view: view
     finish: Callable[[ConfigView, list[str], Layers], Layers] = lambda view, kinds, layers: layers
@@ -91,6 +91,7 @@ KINDS: dict[str, Kind] = {
     SPARSE_BLOCKS: Kind(name="sparse_blocks"),
     NONE: Kind(name="none", attends=False),
 }
+_LATENT_NAMES = {FULL: "latent", INDEXED: "latent", SLIDING: "latent_sliding"}
 
 
 def read_model(config: Mapping[str, Any], *, source: str, name: str | None = None) -> ModelKV:
@@ -164,11 +165,10 @@ def _layer(view: ConfigView, family: Family, kind_name: str) -> LayerKV:
         if rule is None:
             raise UnsupportedArchitecture(f"{view.source}: no rule for {kind_name} layers of {view.model_type!r}")
         states = rule(view)
-    name = kind.name
-    if family.kind:
-        name = {FULL: family.kind, INDEXED: family.kind, SLIDING: f"{family.kind}_sliding"}.get(kind_name, name)
+    latent = family.latent and kind_name in _LATENT_NAMES
+    name = _LATENT_NAMES[kind_name] if latent else kind.name
     window = view.integer(kind.window) if kind.window else None
-    return LayerKV(kind=name, tensors=tensors, states=states, window=window)
+    return LayerKV(kind=name, latent=latent, tensors=tensors, states=states, window=window)
 
 
 def _layer_overrides(view: ConfigView) -> dict[int, Mapping[str, Any]]:
@@ -232,8 +232,8 @@ _MHA = Family(attention=attention.every_head)
 _MAMBA1 = Family(states=recurrent.mamba1)
 _MAMBA2 = Family(states=recurrent.mamba2)
 _DELTA_NET = Family(states=recurrent.gated_delta_net)
-_LATENT = Family(attention=attention.latent, kind="latent")
-_LATENT_INDEXED = Family(attention=attention.latent_indexed, kind="latent")
+_LATENT = Family(attention=attention.latent, latent=True)
+_LATENT_INDEXED = Family(attention=attention.latent_indexed, latent=True)
 _SHORT_CONV = Family(states=recurrent.short_conv)
 _DECODER_HALF = Family(
     attention=attention.decoder_half,
@@ -318,7 +318,7 @@ FAMILIES: dict[str, Family] = {
     "dory": Family(prepare=quirks.dory, finish=quirks.dory_loops),
     "dots3_note_text": Family(
         attention=attention.latent,
-        kind="latent",
+        latent=True,
         of_kind={INDEXED: attention.dots3_indexed, SLIDING: attention.dots3_sliding},
         prepare=quirks.dots3,
     ),

@@ -12,9 +12,9 @@ from llminfer.kv.layer import LayerKV, ModelKV, State
 from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
+    Moment,
     Peak,
     Request,
-    Runtime,
     each_layer,
     per_token_terms,
     state_terms,
@@ -62,11 +62,13 @@ def _storage(layers: tuple[LayerKV, ...], rows: tuple[LayerBytes, ...], request:
     step = sum(row.size_bytes for row in each_layer(layers, lambda layer: _after_step(layer, request)))
     return (
         Peak(
+            moment=Moment.PREFILL,
             name="storage after prefill",
             size_bytes=prefill,
             reason="the kept tokens of a sliding layer are a view of the whole prompt's tensor",
         ),
         Peak(
+            moment=Moment.STEP,
             name="storage after the next step",
             size_bytes=step,
             reason="the step's concatenation frees the prompt's tensor: a window's kept tokens and the new one stay",
@@ -81,12 +83,3 @@ def _after_prefill(layer: LayerKV, request: Request) -> LayerBytes:
 def _after_step(layer: LayerKV, request: Request) -> LayerBytes:
     # one token concatenated to what was kept; the slice taken of it afterwards frees nothing
     return layer_bytes(layer, kept_tokens(layer, request.tokens) + 1, replace(request, tokens=request.tokens + 1))
-
-
-RUNTIME = Runtime(
-    name="transformers",
-    release="transformers 5.24, DynamicCache",
-    summary="the tensors of the dynamic cache; sliding layers keep window − 1 tokens, latents stay compressed",
-    allocate=allocate,
-    transformers_heads=True,
-)

@@ -22,7 +22,6 @@ from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
     Request,
-    Runtime,
     Term,
     check_latent,
     check_no_compression,
@@ -188,11 +187,3 @@ def _state_bytes(model: ModelKV, layer: LayerKV, request: Request) -> int:
 def _state_type(model: ModelKV, state: State, request: Request) -> ElementType:
     pinned = model.model_type in FLOAT32_STATE_MODEL_TYPES and state.role != "conv"
     return element_type("float32") if pinned else unpinned(state.dtype, request)
-
-
-RUNTIME = Runtime(
-    name="vllm",
-    release="vLLM V1 (0.11 and later)",
-    summary="whole blocks of 16 tokens, windows plus a chunk of prefill, latents once, states padded to a page",
-    allocate=allocate,
-)

@@ -59,7 +59,7 @@ def find_source(argument: str) -> Source:
 
 def shipped_configs() -> dict[str, Path]:
     """The configs that come with llminfer, by name: in the wheel inside the package, in a checkout beside it."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent
     for folder in (package / "configs", package.parent / "configs"):
         found = {file.stem: file for file in sorted(folder.glob("*.json"))}
         if found:
