@@ -37,7 +37,7 @@ def find_source(argument: str) -> Source:
         ModelNotAvailable: when nothing of the name is found; the message says where it was looked for.
     """
     if argument == "-":
-        return Source(name="-", config=parse_config(sys.stdin.read(), source="standard input"))
+        return Source(name="standard input", config=parse_config(sys.stdin.read(), source="standard input"))
     path = Path(argument).expanduser()
     if _exists(path):
         if _is_gguf(path):

@@ -114,14 +114,16 @@ class ModelKV:
     """What a model caches, layer by layer, and the fields that say so.
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
-    for. `context_limit` is the longest sequence the model was made for, None when it states none.
-    `method` is `formula` or `dry run`. `notes` are sentences that the answer has to carry.
+    for; `dtype_assumed` says that its config states none. `context_limit` is the longest sequence
+    the model was made for, None when it states none. `method` is `formula` or `dry run`. `notes`
+    are sentences that the answer has to carry.
     """
 
     name: str
     model_type: str
     layers: tuple[LayerKV, ...]
     dtype: str
+    dtype_assumed: bool = False
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()
     method: str = "formula"

@@ -13,6 +13,7 @@ from llminfer.errors import InvalidParams, UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint, total_bytes
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken
 from llminfer.kv.runtimes.table import RUNTIMES
+from llminfer.kv.setup import CacheSetup
 from tests.kv.models import any_model, attention, model, recurrent
 
 
@@ -251,7 +252,7 @@ def test_the_formula_is_the_total(of: ModelKV, tokens: int, batch: int, runtime:
 @given(of=any_model(), tokens=st.integers(0, 3000), batch=st.integers(1, 5), runtime=st.sampled_from(list(RUNTIMES)))
 @settings(max_examples=200, deadline=None)
 def test_bytes_never_fall_with_tokens_or_batch(of: ModelKV, tokens: int, batch: int, runtime: str) -> None:
-    size = total_bytes(of, runtime=runtime)
+    size = total_bytes(of, CacheSetup(runtime=runtime))
     try:
         here = size(tokens, batch)
     except UnsupportedArchitecture:
@@ -259,7 +260,7 @@ def test_bytes_never_fall_with_tokens_or_batch(of: ModelKV, tokens: int, batch: 
     assert here <= size(tokens + 1, batch)
     assert here <= size(tokens, batch + 1)
     if runtime != "vllm":  # which rounds up, and holds a chunk of prefill besides
-        assert size(tokens, batch) >= total_bytes(of, runtime="ideal")(tokens, batch) // 8
+        assert size(tokens, batch) >= total_bytes(of, CacheSetup(runtime="ideal"))(tokens, batch) // 8
 
 
 def evaluated(found: Footprint) -> int:

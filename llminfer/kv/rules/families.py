@@ -119,6 +119,7 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
         model_type=model_type,
         layers=read_layers(view, family),
         dtype=_dtype(view),
+        dtype_assumed=view.get("dtype", "torch_dtype") is None,
         context_limit=_context_limit(view),
         fields=tuple(view.used.values()),
         notes=family.notes + (() if view.get("dtype", "torch_dtype") else (_NO_DTYPE,)),
