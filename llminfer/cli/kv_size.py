@@ -39,7 +39,7 @@ def kv_size(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a config.json, - for one on standard input, a .gguf file, a shipped config, or a Hub id.",
+            help="A folder, a config.json, - for standard input, a .gguf file, a shipped config, or a Hub id.",
             show_default=False,
         ),
     ] = None,
@@ -51,25 +51,31 @@ def kv_size(
             "-N",
             metavar="N",
             help="Cached tokens per sequence: 8192, 8k (8000), 8Ki (8192), 1k,8k,128k, 1k..128k*2, 1k..8k+1k. "
-            "Without it, the model's own limit.",
+            "The model's own limit when not given.",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B", help="Sequences; a list like --tokens.")] = "1",
-    layers: Annotated[int | None, typer.Option("--layers", metavar="L", help="Layers, for no MODEL.")] = None,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Elements of a head.")] = None,
+    batch: Annotated[
+        str, typer.Option("--batch", "-b", metavar="B", help="Sequences; lists and ranges as for --tokens.")
+    ] = "1",
+    layers: Annotated[int | None, typer.Option("--layers", metavar="L", help="Layers, when no MODEL is named.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads, likewise.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Width of a head, likewise.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
             "--kv-dtype",
             metavar="TYPE",
-            help="Element type of the cache, the model's by default: float32, bfloat16, float16, fp8, int8, int4, "
+            help="Element type of the cache (the model's own by default): float32, bfloat16, float16, fp8, int8, int4, "
             "or a block type of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0.",
         ),
     ] = None,
-    k_dtype: Annotated[str | None, typer.Option("--k-dtype", metavar="TYPE", help="That of the keys.")] = None,
-    v_dtype: Annotated[str | None, typer.Option("--v-dtype", metavar="TYPE", help="That of the values.")] = None,
+    k_dtype: Annotated[
+        str | None, typer.Option("--k-dtype", metavar="TYPE", help="Element type of the keys alone.")
+    ] = None,
+    v_dtype: Annotated[
+        str | None, typer.Option("--v-dtype", metavar="TYPE", help="Element type of the values alone.")
+    ] = None,
     runtime: Annotated[
         str,
         typer.Option(
@@ -79,36 +85,43 @@ def kv_size(
         ),
     ] = "transformers",
     tp: Annotated[
-        str, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks: the answer is for one of them.")
+        str, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; sizes are those of one rank.")
     ] = "1",
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="What fits in so much (24GiB, 80GB)? Exit code 5 if not."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="Show what fits into this much (24GiB, 80GB); exit with 5 if it does not."
+        ),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="SIZE", help="Taken from --memory first; auto reads the files.")
+        str | None,
+        typer.Option("--weights", metavar="SIZE", help="Subtract the weights from --memory; auto reads their files."),
     ] = None,
     reserve: Annotated[
-        str | None, typer.Option("--reserve", metavar="SIZE", help="Taken from --memory too, for all else.")
+        str | None,
+        typer.Option("--reserve", metavar="SIZE", help="Subtract this from --memory, too, for everything else."),
     ] = None,
     layers_table: Annotated[
-        bool, typer.Option("--layers-table", help="Every layer, and where each field came from.")
+        bool, typer.Option("--layers-table", help="Show every layer, and where each field comes from.")
     ] = False,
-    output: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, plain, json, csv, markdown.")] = (
+    output: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, plain, json, csv or markdown.")] = (
         "table"
     ),
-    only_bytes: Annotated[bool, typer.Option("--bytes", help="Print the bytes alone, one answer a line.")] = False,
+    only_bytes: Annotated[bool, typer.Option("--bytes", help="Print only the bytes, one answer a line.")] = False,
     plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw bytes against context: .png, .svg, .html, or -.")
+        str | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw bytes against context: .png, .svg, .html, or - for the terminal."
+        ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run the real classes on the meta device and compare (imports torch).")
+        bool, typer.Option("--verify", help="Compare with the real classes, run without weights (imports torch).")
     ] = False,
-    list_configs: Annotated[bool, typer.Option("--list", help="Name the shipped configs and exit.")] = False,
+    list_configs: Annotated[bool, typer.Option("--list", help="List the shipped configs and exit.")] = False,
 ) -> None:
-    """What a model's KV cache weighs: exact, per layer, for six runtimes. No weights are needed.
+    """Size a model's KV cache, exactly and per layer, as seven runtimes hold it. No weights are needed.
 
-    Exit codes: 2 usage, 3 no such model, 4 an architecture or a config that cannot be sized, 5 does not fit.
+    Exit codes: 2 usage, 3 no such model, 4 an architecture or config that cannot be sized, 5 does not fit.
     """
     if list_configs:
         _print_list(output)
@@ -163,7 +176,7 @@ def _question(*, tokens: str | None, batch: str, dtypes: Mapping[str, str | None
 def _room(memory: str | None, *, weights: str | None, reserve: str | None) -> Room | None:
     if memory is None:
         if weights is not None or reserve is not None:
-            raise UsageError("--weights and --reserve are taken from --memory, which is not given")
+            raise UsageError("--weights and --reserve need --memory")
         return None
     room = Room(
         total_bytes=_parse("--memory", memory, parse_bytes),
@@ -201,7 +214,8 @@ def _check_output(output: str, only_bytes: bool, plot: str | None) -> None:
     if output not in FORMATS:
         raise UsageError(f"--format: unknown format {output!r}", hint=f"known: {', '.join(FORMATS)}")
     if plot == "-" and (only_bytes or output not in ("table", "plain")):
-        raise UsageError("--plot - would mix a picture into the data on stdout", hint="plot to a file instead")
+        other = "--bytes" if only_bytes else f"--format {output}"
+        raise UsageError(f"--plot - and {other} cannot be combined", hint="plot to a file instead")
     if only_bytes and output != "table":
         raise UsageError("--bytes and --format cannot be combined")
     if plot is not None and plot != "-":
@@ -239,10 +253,12 @@ def _bare_model(bare: Mapping[str, int | None], given: Mapping[str, int], dtype:
     from llminfer.kv.layer import Field, LayerKV, ModelKV, PerToken
 
     if not given:
-        raise UsageError("no MODEL", hint="name one, or give --layers, --kv-heads and --head-dim, or see --list")
+        raise UsageError(
+            "no MODEL is named", hint="give one, or --layers, --kv-heads and --head-dim; --list shows the shipped ones"
+        )
     missing = [flag for flag in bare if flag not in given]
     if missing:
-        raise UsageError(f"{', '.join(missing)} missing: the formula needs all of {', '.join(bare)}")
+        raise UsageError(f"{', '.join(missing)} missing: without a MODEL, all of {', '.join(bare)} are needed")
     for flag, value in given.items():
         if value < 1:
             raise InvalidParams(f"{flag} is {value}, not 1 or more")
@@ -340,7 +356,7 @@ def _plot(answers: list[Answer], target: str) -> None:
 def _fail_if_needed(answers: list[Answer]) -> None:
     """The exit codes that come after an answer: a check that failed, tokens that do not fit."""
     if any(not row.agrees for answer in answers for row in answer.check):
-        raise LlminferError("prediction and measurement differ", hint="please report the config that this is with")
+        raise LlminferError("prediction and measurement differ", hint="please report it, with the config")
     for answer in answers:
         found = answer.budget
         if found is not None and answer.footprint is not None and found.exceeded:

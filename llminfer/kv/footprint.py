@@ -34,19 +34,19 @@ class Footprint:
     """
 
     setup: CacheSetup
-    release: str
     tokens: int
-    dtype: str
-    k_dtype: str
-    v_dtype: str
     layers: tuple[LayerKV, ...]
     layer_rows: tuple[LayerBytes, ...]
+    peaks: tuple[Peak, ...]
+    notes: tuple[str, ...]
     padding_bytes: int
     bytes_per_token: int
     block_tokens: int
     formula: str
-    peaks: tuple[Peak, ...]
-    notes: tuple[str, ...]
+    release: str
+    dtype: str
+    k_dtype: str
+    v_dtype: str
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:

@@ -64,11 +64,11 @@ class GgufTensor:
 class GgufHeader:
     """All that a GGUF file says about itself."""
 
+    tensors: tuple[GgufTensor, ...]
+    metadata: Mapping[str, MetadataValue]
     path: Path
     version: int
     architecture: str
-    metadata: Mapping[str, MetadataValue]
-    tensors: tuple[GgufTensor, ...]
     data_offset: int
     file_bytes: int
 
@@ -76,11 +76,6 @@ class GgufHeader:
     def parameter_count(self) -> int:
         """Elements of all tensors; tied weights are stored, and counted, once."""
         return sum(tensor.n_elements for tensor in self.tensors)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all tensors as the file stores them, padding excluded."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 # metadata value type id: (name, struct format, bytes); the two without a fixed size stand apart

@@ -18,7 +18,7 @@ def weights_bytes(path: Path | None, *, name: str) -> int:
         ModelNotAvailable: when no such files are there, or one of them is cut.
     """
     if path is not None and path.is_file():
-        return read_gguf_header(path).weight_bytes
+        return sum(tensor.nbytes for tensor in read_gguf_header(path).tensors)
     if path is not None:
         index = path / "model.safetensors.index.json"
         if index.is_file():

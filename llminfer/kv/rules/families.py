@@ -1,7 +1,7 @@
 """From a config to the layers that cache: one row for each model type.
 
 A row says which rule gives the tensors of an attention layer and the states of a recurrent one;
-which layer is of which kind comes from `layer_types` or from the patterns in `kinds.py`. Model
+which layer is of which kind comes from `layer_types` or from the patterns in `layer_types.py`. Model
 types that are not in the table are refused: the plain formula would be wrong for many of them
 without a word.
 """

@@ -66,7 +66,7 @@ LATENT_MODEL_TYPES = frozenset(
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """Cells for batch · tokens tokens, a smaller pool for sliding layers, states in float32."""
     check_no_compression("llama.cpp", model, layers)
-    check_latent("llama.cpp", model, layers, LATENT_MODEL_TYPES)
+    check_latent("llama.cpp", model, layers, known=LATENT_MODEL_TYPES)
     _check_blocks(layers, request)
     windowed = model.model_type in WINDOWED_MODEL_TYPES
     rows = each_layer(layers, lambda layer: _layer(layer, request, windowed=windowed))

@@ -224,7 +224,7 @@ def check_no_compression(runtime: str, model: ModelKV, layers: Iterable[LayerKV]
         raise refuse(runtime, model, f"no rule for the compressed entries of {', '.join(sorted(kinds))} layers")
 
 
-def check_latent(runtime: str, model: ModelKV, layers: Iterable[LayerKV], known: frozenset[str]) -> None:
+def check_latent(runtime: str, model: ModelKV, layers: Iterable[LayerKV], *, known: frozenset[str]) -> None:
     """Refuse a model with a latent that the runtime is not known to keep compressed.
 
     Raises:

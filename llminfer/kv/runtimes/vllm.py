@@ -87,7 +87,7 @@ def _check(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Non
     if request.k_type.name not in TYPES:
         raise UsageError(f"vllm has no {request.k_type.name} cache", hint=f"known: {', '.join(TYPES)}")
     check_no_compression("vllm", model, layers)
-    check_latent("vllm", model, layers, LATENT_MODEL_TYPES)
+    check_latent("vllm", model, layers, known=LATENT_MODEL_TYPES)
     if any(tensor.name.startswith("index") for layer in layers for tensor in layer.tensors):
         raise refuse("vllm", model, "no rule for the keys of its indexer")
     for whole, part in zip(model.layers, layers, strict=True):
