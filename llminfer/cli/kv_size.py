@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -54,9 +55,7 @@ def kv_size(
             "The model's own limit when not given.",
         ),
     ] = None,
-    batch: Annotated[
-        str, typer.Option("--batch", "-b", metavar="B", help="Sequences; lists and ranges as for --tokens.")
-    ] = "1",
+    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B", help="Sequences; a list, as for --tokens.")] = "1",
     layers: Annotated[int | None, typer.Option("--layers", metavar="L", help="Layers, when no MODEL is named.")] = None,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads, likewise.")] = None,
     head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Width of a head, likewise.")] = None,
@@ -70,12 +69,8 @@ def kv_size(
             "or a block type of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0.",
         ),
     ] = None,
-    k_dtype: Annotated[
-        str | None, typer.Option("--k-dtype", metavar="TYPE", help="Element type of the keys alone.")
-    ] = None,
-    v_dtype: Annotated[
-        str | None, typer.Option("--v-dtype", metavar="TYPE", help="Element type of the values alone.")
-    ] = None,
+    k_dtype: Annotated[str | None, typer.Option("--k-dtype", metavar="TYPE", help="Type of the keys.")] = None,
+    v_dtype: Annotated[str | None, typer.Option("--v-dtype", metavar="TYPE", help="Type of the values.")] = None,
     runtime: Annotated[
         str,
         typer.Option(
@@ -89,17 +84,13 @@ def kv_size(
     ] = "1",
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="Show what fits into this much (24GiB, 80GB); exit with 5 if it does not."
-        ),
+        typer.Option("--memory", metavar="SIZE", help="Show what fits into this (24GiB, 80GB); exit with 5 if not."),
     ] = None,
     weights: Annotated[
-        str | None,
-        typer.Option("--weights", metavar="SIZE", help="Subtract the weights from --memory; auto reads their files."),
+        str | None, typer.Option("--weights", metavar="SIZE", help="Subtract the weights; auto reads their files.")
     ] = None,
     reserve: Annotated[
-        str | None,
-        typer.Option("--reserve", metavar="SIZE", help="Subtract this from --memory, too, for everything else."),
+        str | None, typer.Option("--reserve", metavar="SIZE", help="Subtract this, too, for everything else.")
     ] = None,
     layers_table: Annotated[
         bool, typer.Option("--layers-table", help="Show every layer, and where each field comes from.")
@@ -109,10 +100,7 @@ def kv_size(
     ),
     only_bytes: Annotated[bool, typer.Option("--bytes", help="Print only the bytes, one answer a line.")] = False,
     plot: Annotated[
-        str | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw bytes against context: .png, .svg, .html, or - for the terminal."
-        ),
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw bytes against context: .png, .svg, .html, or -.")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with the real classes, run without weights (imports torch).")
@@ -126,28 +114,23 @@ def kv_size(
     if list_configs:
         _print_list(output)
         return
+    from llminfer.kv.query import answers
+
     _check_output(output, only_bytes, plot)
     dtypes = {"--dtype": dtype, "--k-dtype": k_dtype, "--v-dtype": v_dtype}
     question = _question(tokens=tokens, batch=batch, dtypes=dtypes, runtime=runtime, tp=tp)
-    room = _room(memory, weights=weights, reserve=reserve)
+    room = _room(memory, weights=weights, reserve=reserve, ranks=max(setup.tp for setup in question.setups))
     bare = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    answers: list[Answer] = []
+    found: list[Answer] = []
     for model, source in _models(models or [], bare, dtype):
-        answers += _answers(model, source, question=question, room=room, verify=verify)
-    _warn(question, answers)
-    _print(answers, output, only_bytes=only_bytes, layers=layers_table)
+        left = None if room is None else room(source.path if source else None, name=model.name)
+        for answer in answers(model, question, memory=left):
+            found.append(_verified(answer, source) if verify else answer)
+    _warn(question, found)
+    _print(found, output, only_bytes=only_bytes, layers=layers_table)
     if plot is not None:
-        _plot(answers, plot)
-    _fail_if_needed(answers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """`--memory`, `--weights` and `--reserve`, parsed; `weights_bytes` is None for `auto`."""
-
-    total_bytes: int
-    weights_bytes: int | None
-    reserve_bytes: int
+        _plot(found, plot)
+    _fail_if_needed(found)
 
 
 def _question(*, tokens: str | None, batch: str, dtypes: Mapping[str, str | None], runtime: str, tp: str) -> Question:
@@ -173,19 +156,24 @@ def _question(*, tokens: str | None, batch: str, dtypes: Mapping[str, str | None
     )
 
 
-def _room(memory: str | None, *, weights: str | None, reserve: str | None) -> Room | None:
+def _room(memory: str | None, *, weights: str | None, reserve: str | None, ranks: int) -> Callable[..., Memory] | None:
+    """What gives a model's memory, once its name and the place of its weights are known."""
+    from llminfer.kv.query import memory_of
+
     if memory is None:
         if weights is not None or reserve is not None:
             raise UsageError("--weights and --reserve need --memory")
         return None
-    room = Room(
-        total_bytes=_parse("--memory", memory, parse_bytes),
-        weights_bytes=None if weights == AUTO else _parse("--weights", weights or "0", parse_bytes),
-        reserve_bytes=_parse("--reserve", reserve or "0", parse_bytes),
-    )
-    if room.total_bytes == 0:
+    total_bytes = _parse("--memory", memory, parse_bytes)
+    if total_bytes == 0:
         raise InvalidParams("--memory: nothing fits in 0 bytes")
-    return room
+    return partial(
+        memory_of,
+        total_bytes=total_bytes,
+        weights=None if weights == AUTO else _parse("--weights", weights or "0", parse_bytes),
+        reserve_bytes=_parse("--reserve", reserve or "0", parse_bytes),
+        ranks=ranks,
+    )
 
 
 def _cache_type(name: str) -> str:
@@ -272,30 +260,6 @@ def _bare_model(bare: Mapping[str, int | None], given: Mapping[str, int], dtype:
         layers=(LayerKV(kind="full", tensors=tensors),) * layers,
         dtype="bfloat16",
         fields=tuple(Field(name=flag, value=value, origin="command line") for flag, value in given.items()),
-    )
-
-
-def _answers(
-    model: ModelKV, source: Source | None, *, question: Question, room: Room | None, verify: bool
-) -> list[Answer]:
-    from llminfer.kv.query import answers
-
-    ranks = max(setup.tp for setup in question.setups)
-    memory = None if room is None else _memory(room, model, source, ranks=ranks)
-    found = answers(model, question, memory=memory)
-    return [_verified(answer, source) for answer in found] if verify else found
-
-
-def _memory(room: Room, model: ModelKV, source: Source | None, *, ranks: int) -> Memory:
-    from llminfer.kv.query import memory_of
-
-    return memory_of(
-        source.path if source else None,
-        name=model.name,
-        total_bytes=room.total_bytes,
-        weights=room.weights_bytes,
-        reserve_bytes=room.reserve_bytes,
-        ranks=ranks,
     )
 
 

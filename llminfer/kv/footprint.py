@@ -11,12 +11,9 @@ from llminfer.kv.dtypes import element_type
 from llminfer.kv.layer import LayerKV, ModelKV
 from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request
 from llminfer.kv.runtimes.table import runtime as runtime_row
-from llminfer.kv.runtimes.transformers_dynamic import kept_tokens
 from llminfer.kv.setup import DEFAULT_SETUP, CacheSetup, SetupOptions, require_count
 from llminfer.kv.tensor_parallel import shard
 from llminfer.units import format_bytes
-
-__all__ = ["Footprint", "footprint", "kept_tokens", "total_bytes"]
 
 # types that arithmetic is done in, so that a model's states can have them
 FLOAT_TYPES = ("float64", "float32", "bfloat16", "float16")

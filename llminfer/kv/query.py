@@ -152,14 +152,10 @@ def curves(found: Iterable[Answer]) -> list[Curve]:
 def _curve(answer: Answer) -> Curve:
     model, setup = answer.model, answer.setup
     size = total_bytes(model, setup)
+    ranks = f", tp {setup.tp}" if setup.tp > 1 else ""
+    batch = f", batch {setup.batch}" if setup.batch > 1 else ""
     return Curve(
-        label=", ".join(
-            (
-                f"{model.name}, {setup.runtime}",
-                *((f"batch {setup.batch}",) if setup.batch > 1 else ()),
-                *((f"tp {setup.tp}",) if setup.tp > 1 else ()),
-            )
-        ),
+        label=f"{model.name}, {setup.runtime}{batch}{ranks}",
         bytes_of=lambda tokens: size(tokens, setup.batch),
         last_tokens=answer.tokens,
         corners=tuple(sorted({layer.window for layer in model.layers if layer.window is not None})),
