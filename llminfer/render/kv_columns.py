@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import Any, TypeAlias
 
+from llminfer.kv.budget import Budget
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
 from llminfer.kv.results import Answer, CheckRow
 from llminfer.units import format_bytes
 
 NONE = "–"
+_FITS = {None: NONE, True: "yes", False: "no"}
 _FORMULAS_AT_MOST = 8
 
 
@@ -101,9 +103,11 @@ def columns(answers: Sequence[Answer]) -> list[Column]:
         rows.append(Column(heading="peak", text=_of(lambda found: format_bytes(found.peak_bytes))))
     if any(answer.budget for answer in answers):
         rows += [
-            Column(heading="longest context", text=_longest_context),
-            Column(heading="largest batch", text=_largest_batch),
-            Column(heading="fits", text=_fits, number=False),
+            Column(heading="longest context", text=_fitting(lambda fits: _or_any(fits.max_tokens))),
+            Column(
+                heading="largest batch", text=_fitting(lambda fits: _or_any(fits.max_batch) if fits.tokens else NONE)
+            ),
+            Column(heading="fits", text=_fitting(lambda fits: _FITS[fits.fits]), number=False),
         ]
     rows.append(Column(heading="by", text=lambda answer: answer.model.method, number=False))
     return rows
@@ -203,22 +207,12 @@ def _of(text: Callable[[Footprint], str]) -> Callable[[Answer], str]:
     return lambda answer: NONE if answer.footprint is None else text(answer.footprint)
 
 
-def _longest_context(answer: Answer) -> str:
-    if answer.budget is None:
-        return NONE
-    return "any" if answer.budget.max_tokens is None else str(answer.budget.max_tokens)
+def _fitting(text: Callable[[Budget], str]) -> Callable[[Answer], str]:
+    return lambda answer: NONE if answer.budget is None else text(answer.budget)
 
 
-def _largest_batch(answer: Answer) -> str:
-    if answer.budget is None or answer.budget.tokens is None:
-        return NONE
-    return "any" if answer.budget.max_batch is None else str(answer.budget.max_batch)
-
-
-def _fits(answer: Answer) -> str:
-    if answer.budget is None or answer.budget.fits is None:
-        return NONE
-    return "yes" if answer.budget.fits else "no"
+def _or_any(count: int | None) -> str:
+    return "any" if count is None else str(count)
 
 
 def _compared(tokens: int, what: str, predicted: int | None, measured: int | None) -> tuple[str, ...]:

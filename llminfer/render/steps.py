@@ -9,17 +9,8 @@ from llminfer.events import Step
 from llminfer.render.align import aligned
 
 _HEADERS = (
-    "step",
-    "token",
-    "text",
-    "logprob",
-    "forward ms",
-    "sampling ms",
-    "text ms",
-    "output ms",
-    "at ms",
-    "cached",
-    "KV bytes",
+    *("step", "token", "text", "logprob", "forward ms", "sampling ms", "text ms", "output ms", "at ms"),
+    *("cached", "KV bytes"),
 )
 _DRAFT_HEADERS = ("accepted", "draft ms")
 
