@@ -16,7 +16,7 @@ IS_ENCODER_DECODER = "is an encoder-decoder model"
 IS_ENCODER = "is an encoder, which does not continue a text"
 ENCODER_HINT = "its config says is_decoder: false"
 # causal models whose config inherits `is_decoder: false` from a shared base
-DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese"})
+DECODERS_THAT_DENY_IT = frozenset({"gpt_neox", "gpt_neox_japanese", "musicgen_decoder", "musicgen_melody_decoder"})
 
 
 def is_encoder(model_type: str, is_decoder: object) -> bool:
