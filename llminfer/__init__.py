@@ -18,6 +18,8 @@ _HOMES = {
     "load": "api",
     "generate": "api",
     "kv_footprint": "api",
+    "kv_budget": "api",
+    "verify": "api",
     "CacheOptions": "params",
     "SamplingParams": "params",
     "StopCriteria": "params",
@@ -29,7 +31,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from llminfer.api import generate, kv_footprint, load
+    from llminfer.api import generate, kv_budget, kv_footprint, load, verify
     from llminfer.errors import LlminferError
     from llminfer.events import Finished, Started, Step, Trace
     from llminfer.params import CacheOptions, SamplingParams, StopCriteria
@@ -45,8 +47,10 @@ __all__ = [
     "Trace",
     "__version__",
     "generate",
+    "kv_budget",
     "kv_footprint",
     "load",
+    "verify",
 ]
 
 

@@ -48,7 +48,7 @@ def render() -> str:
 def fields_read() -> set[str]:
     """Every string in the rules' source, so a superset of the fields they read."""
     found: set[str] = set()
-    for file in sorted(KV.glob("*.py")):
+    for file in sorted(KV.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= {node.value, *node.value.split(".")}

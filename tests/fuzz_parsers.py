@@ -83,7 +83,7 @@ def _sizes(model: Any) -> None:
         except LlminferError as error:
             _check_error(error)
             continue
-        answers.append(Answer(model=model, runtime=runtime, tokens=1000, batch=2, tp=1, footprint=found))
+        answers.append(Answer(model=model, setup=found.setup, tokens=1000, footprint=found))
     kv_json.render(answers[:1], layers=True)
 
 

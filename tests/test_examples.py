@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import llminfer
+import llminfer.api
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".sh"})
@@ -43,7 +44,8 @@ def test_every_example_is_described_in_the_readme() -> None:
 
 
 def test_the_doctests_of_the_package() -> None:
-    assert doctest.testmod(llminfer).failed == 0
+    for module in (llminfer, llminfer.api):
+        assert doctest.testmod(module).failed == 0
 
 
 def test_the_public_names_are_what_they_say() -> None:

@@ -291,15 +291,16 @@ def _stats(session: _Session, argument: str) -> None:
 
 
 def _help(session: _Session, argument: str) -> None:
+    from llminfer.render.align import aligned
+
     rows = [(f"{name} {command.argument}".rstrip(), command.help) for name, command in _COMMANDS.items()]
     rows += [
         ("/exit", "End the chat; Ctrl-D does too."),
         ("Alt-Enter", "Begin a new line (Esc, then Enter, where Alt does not work)."),
         ("Ctrl-C", "Stop the answer, or clear the line."),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        say(f"{name:<{width}}  {text}")
+    for line in aligned(rows):
+        say(line)
 
 
 _COMMANDS = {

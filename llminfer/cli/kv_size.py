@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -18,11 +20,20 @@ from llminfer.units import format_bytes, parse_bytes, parse_counts, to_json
 if TYPE_CHECKING:
     from llminfer.kv.budget import Memory
     from llminfer.kv.layer import ModelKV
-    from llminfer.kv.results import Answer, CheckRow
-    from llminfer.kv.sources import Source
+    from llminfer.kv.query import Question
+    from llminfer.kv.results import Answer
+    from llminfer.sources import Source
 
-FORMATS = ("table", "plain", "json", "csv", "markdown")
+# formats by name, each with the module that renders it
+FORMATS = {
+    "table": "llminfer.render.kv_table",
+    "plain": "llminfer.render.kv_plain",
+    "json": "llminfer.render.kv_json",
+    "csv": "llminfer.render.kv_csv",
+    "markdown": "llminfer.render.kv_markdown",
+}
 ALL = "all"
+AUTO = "auto"
 Parsed = TypeVar("Parsed")
 
 
@@ -31,7 +42,7 @@ def kv_size(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a config.json, - for one on standard input, a .gguf file, a shipped config, or a Hub id.",
+            help="A folder, a config.json, - for standard input, a .gguf file, a shipped config, or a Hub id.",
             show_default=False,
         ),
     ] = None,
@@ -43,25 +54,25 @@ def kv_size(
             "-N",
             metavar="N",
             help="Cached tokens per sequence: 8192, 8k (8000), 8Ki (8192), 1k,8k,128k, 1k..128k*2, 1k..8k+1k. "
-            "Without it, the model's own limit.",
+            "The model's own limit when not given.",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B", help="Sequences; a list like --tokens.")] = "1",
-    layers: Annotated[int | None, typer.Option("--layers", metavar="L", help="Layers, for no MODEL.")] = None,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Elements of a head.")] = None,
+    batch: Annotated[str, typer.Option("--batch", "-b", metavar="B", help="Sequences; a list, as for --tokens.")] = "1",
+    layers: Annotated[int | None, typer.Option("--layers", metavar="L", help="Layers, when no MODEL is named.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", metavar="H", help="Key-value heads, likewise.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", metavar="D", help="Width of a head, likewise.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
             "--kv-dtype",
             metavar="TYPE",
-            help="Element type of the cache, the model's by default: float32, bfloat16, float16, fp8, int8, int4, "
+            help="Element type of the cache (the model's own by default): float32, bfloat16, float16, fp8, int8, int4, "
             "or a block type of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0.",
         ),
     ] = None,
-    k_dtype: Annotated[str | None, typer.Option("--k-dtype", metavar="TYPE", help="That of the keys.")] = None,
-    v_dtype: Annotated[str | None, typer.Option("--v-dtype", metavar="TYPE", help="That of the values.")] = None,
+    k_dtype: Annotated[str | None, typer.Option("--k-dtype", metavar="TYPE", help="Type of the keys.")] = None,
+    v_dtype: Annotated[str | None, typer.Option("--v-dtype", metavar="TYPE", help="Type of the values.")] = None,
     runtime: Annotated[
         str,
         typer.Option(
@@ -71,111 +82,100 @@ def kv_size(
         ),
     ] = "transformers",
     tp: Annotated[
-        str, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks: the answer is for one of them.")
+        str, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; sizes are those of one rank.")
     ] = "1",
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="What fits in so much (24GiB, 80GB)? Exit code 5 if not."),
+        typer.Option("--memory", metavar="SIZE", help="Show what fits into this (24GiB, 80GB); exit with 5 if not."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="SIZE", help="Taken from --memory first; auto reads the files.")
+        str | None, typer.Option("--weights", metavar="SIZE", help="Subtract the weights; auto reads their files.")
     ] = None,
     reserve: Annotated[
-        str | None, typer.Option("--reserve", metavar="SIZE", help="Taken from --memory too, for all else.")
+        str | None, typer.Option("--reserve", metavar="SIZE", help="Subtract this, too, for everything else.")
     ] = None,
     layers_table: Annotated[
-        bool, typer.Option("--layers-table", help="Every layer, and where each field came from.")
+        bool, typer.Option("--layers-table", help="Show every layer, and where each field comes from.")
     ] = False,
-    output: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, plain, json, csv, markdown.")] = (
+    output: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, plain, json, csv or markdown.")] = (
         "table"
     ),
-    only_bytes: Annotated[bool, typer.Option("--bytes", help="Print the bytes alone, one answer a line.")] = False,
+    only_bytes: Annotated[bool, typer.Option("--bytes", help="Print only the bytes, one answer a line.")] = False,
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw bytes against context: .png, .svg, .html, or -.")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run the real classes on the meta device and compare (imports torch).")
+        bool, typer.Option("--verify", help="Compare with the real classes, run without weights (imports torch).")
     ] = False,
-    list_configs: Annotated[bool, typer.Option("--list", help="Name the shipped configs and exit.")] = False,
+    list_configs: Annotated[bool, typer.Option("--list", help="List the shipped configs and exit.")] = False,
 ) -> None:
-    """What a model's KV cache weighs: exact, per layer, for six runtimes. No weights are needed.
+    """Size a model's KV cache, exactly and per layer, as seven runtimes hold it. No weights are needed.
 
-    Exit codes: 2 usage, 3 no such model, 4 an architecture or a config that cannot be sized, 5 does not fit.
+    Exit codes: 2 usage, 3 no such model, 4 an architecture or config that cannot be sized, 5 does not fit.
     """
     if list_configs:
         _print_list(output)
         return
-    question = _question(
-        tokens=tokens,
-        batch=batch,
-        dtypes={"--dtype": dtype, "--k-dtype": k_dtype, "--v-dtype": v_dtype},
-        runtime=runtime,
-        tp=tp,
-        memory=memory,
-        weights=weights,
-        reserve=reserve,
-    )
+    from llminfer.kv.query import answers
+
     _check_output(output, only_bytes, plot)
+    dtypes = {"--dtype": dtype, "--k-dtype": k_dtype, "--v-dtype": v_dtype}
+    question = _question(tokens=tokens, batch=batch, dtypes=dtypes, runtime=runtime, tp=tp)
+    room = _room(memory, weights=weights, reserve=reserve, ranks=max(setup.tp for setup in question.setups))
     bare = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    answers: list[Answer] = []
-    for source in _sources(models or [], bare):
-        model = _bare_model(bare, dtype) if source is None else _model(source)
-        answers += _answers(question, model, source, verify)
-    _warn(question, answers)
-    _print(answers, output, only_bytes, layers_table)
+    found: list[Answer] = []
+    for model, source in _models(models or [], bare, dtype):
+        path, config = (source.path, source.config) if source else (None, None)
+        left = None if room is None else room(path, name=model.name, config=config)
+        for answer in answers(model, question, memory=left):
+            found.append(_verified(answer, source) if verify else answer)
+    _warn(question, found)
+    _print(found, output, only_bytes=only_bytes, layers=layers_table)
     if plot is not None:
-        _plot(question, answers, plot)
-    _fail_if_needed(question, answers)
+        _plot(found, plot)
+    _fail_if_needed(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The flags, parsed: what is asked of every model. `tokens` is None when none were stated."""
-
-    tokens: list[int] | None
-    batches: list[int]
-    ranks: list[int]
-    runtimes: list[str]
-    all_runtimes: bool
-    dtypes: dict[str, str | None]
-    memory_bytes: int | None
-    weights: str
-    reserve_bytes: int
-
-
-def _question(
-    *,
-    tokens: str | None,
-    batch: str,
-    dtypes: Mapping[str, str | None],
-    runtime: str,
-    tp: str,
-    memory: str | None,
-    weights: str | None,
-    reserve: str | None,
-) -> Question:
+def _question(*, tokens: str | None, batch: str, dtypes: Mapping[str, str | None], runtime: str, tp: str) -> Question:
+    from llminfer.kv.query import Question
     from llminfer.kv.runtimes.table import RUNTIMES
+    from llminfer.kv.setup import CacheSetup
 
-    if memory is None and (weights is not None or reserve is not None):
-        raise UsageError("--weights and --reserve are taken from --memory, which is not given")
     if runtime not in RUNTIMES and runtime != ALL:
         raise UsageError(f"--runtime: unknown runtime {runtime!r}", hint=f"known: {', '.join((*RUNTIMES, ALL))}")
     for flag, name in dtypes.items():
         if name is not None:
             _parse(flag, name, _cache_type)
-    memory_bytes = None if memory is None else _parse("--memory", memory, parse_bytes)
-    if memory_bytes == 0:
-        raise InvalidParams("--memory: nothing fits in 0 bytes")
+    names = RUNTIMES if runtime == ALL else [runtime]
+    ranks, batches = _parse("--tp", tp, parse_counts), _parse("--batch", batch, parse_counts)
+    dtype, k_dtype, v_dtype = dtypes.values()
     return Question(
-        tokens=None if tokens is None else _parse("--tokens", tokens, parse_counts),
-        batches=_parse("--batch", batch, parse_counts),
-        ranks=_parse("--tp", tp, parse_counts),
-        runtimes=list(RUNTIMES) if runtime == ALL else [runtime],
-        all_runtimes=runtime == ALL,
-        dtypes={flag.removeprefix("--").replace("-", "_"): name for flag, name in dtypes.items()},
-        memory_bytes=memory_bytes,
-        weights=weights or "0",
+        setups=tuple(
+            CacheSetup(runtime=name, tp=rank, batch=count, dtype=dtype, k_dtype=k_dtype, v_dtype=v_dtype)
+            for name, rank, count in product(names, ranks, batches)
+        ),
+        tokens=None if tokens is None else tuple(_parse("--tokens", tokens, parse_counts)),
+        keep_refusals=runtime == ALL,
+    )
+
+
+def _room(memory: str | None, *, weights: str | None, reserve: str | None, ranks: int) -> Callable[..., Memory] | None:
+    """What gives a model's memory, once its name and the place of its weights are known."""
+    from llminfer.kv.query import memory_of
+
+    if memory is None:
+        if weights is not None or reserve is not None:
+            raise UsageError("--weights and --reserve need --memory")
+        return None
+    total_bytes = _parse("--memory", memory, parse_bytes)
+    if total_bytes == 0:
+        raise InvalidParams("--memory: nothing fits in 0 bytes")
+    return partial(
+        memory_of,
+        total_bytes=total_bytes,
+        weights=None if weights == AUTO else _parse("--weights", weights or "0", parse_bytes),
         reserve_bytes=_parse("--reserve", reserve or "0", parse_bytes),
+        ranks=ranks,
     )
 
 
@@ -205,47 +205,58 @@ def _check_output(output: str, only_bytes: bool, plot: str | None) -> None:
     if output not in FORMATS:
         raise UsageError(f"--format: unknown format {output!r}", hint=f"known: {', '.join(FORMATS)}")
     if plot == "-" and (only_bytes or output not in ("table", "plain")):
-        raise UsageError("--plot - would mix a picture into the data on stdout", hint="plot to a file instead")
+        other = "--bytes" if only_bytes else f"--format {output}"
+        raise UsageError(f"--plot - and {other} cannot be combined", hint="plot to a file instead")
     if only_bytes and output != "table":
-        raise UsageError("--bytes and --format contradict each other")
+        raise UsageError("--bytes and --format cannot be combined")
     if plot is not None and plot != "-":
         from llminfer.params import check_writable
         from llminfer.render.kv_plot import SUFFIXES
 
         if Path(plot).suffix.lower() not in SUFFIXES:
-            raise UsageError(f"--plot: {plot!r} has none of the known endings", hint=f"known: {', '.join(SUFFIXES)}, -")
+            raise UsageError(f"--plot: {plot!r} has no known ending", hint=f"known: {', '.join(SUFFIXES)}, -")
         check_writable("--plot", Path(plot))
 
 
-def _sources(models: list[str], bare: Mapping[str, int | None]) -> list[Source | None]:
-    """The sources of the named models, or one None for a model that the flags describe."""
-    given = [flag for flag, value in bare.items() if value is not None]
+def _models(
+    models: list[str], bare: Mapping[str, int | None], dtype: str | None
+) -> Iterator[tuple[ModelKV, Source | None]]:
+    """The named models with their sources, or the one that the flags describe."""
+    given = {flag: value for flag, value in bare.items() if value is not None}
     if models and given:
-        raise UsageError(f"{', '.join(given)} describe a model of their own, but a MODEL is named too")
+        raise UsageError(f"{', '.join(given)} cannot be combined with a MODEL: they describe one of their own")
+    if models.count("-") > 1:
+        raise UsageError("standard input holds one config, but - is named more than once")
+    if not models:
+        yield _bare_model(bare, given, dtype), None
     if models:
-        if models.count("-") > 1:
-            raise UsageError("standard input holds one config, but - is named more than once")
-        from llminfer.kv.sources import find_source
+        from llminfer.api import kv_model
+        from llminfer.sources import find_source
 
-        return [find_source(name) for name in models]
-    missing = [flag for flag, value in bare.items() if value is None]
-    if not given:
-        raise UsageError("no MODEL", hint="name one, or give --layers, --kv-heads and --head-dim, or see --list")
-    if missing:
-        raise UsageError(f"{', '.join(missing)} missing: the formula needs all of {', '.join(bare)}")
-    return [None]
+        for source in [find_source(name) for name in models]:
+            model = kv_model(source)
+            if model.method == "dry run":
+                say(f"note: {model.model_type} is not in the tables: its classes were run without weights")
+            yield model, source
 
 
-def _bare_model(bare: Mapping[str, int | None], dtype: str | None) -> ModelKV:
+def _bare_model(bare: Mapping[str, int | None], given: Mapping[str, int], dtype: str | None) -> ModelKV:
     """Plain attention layers of the stated sizes."""
     from llminfer.kv.config import MOST, MOST_LAYERS
     from llminfer.kv.layer import Field, LayerKV, ModelKV, PerToken
 
-    for flag, value in bare.items():
+    if not given:
+        raise UsageError(
+            "no MODEL is named", hint="give one, or --layers, --kv-heads and --head-dim; --list shows the shipped ones"
+        )
+    missing = [flag for flag in bare if flag not in given]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} missing: without a MODEL, all of {', '.join(bare)} are needed")
+    for flag, value in given.items():
         most = MOST_LAYERS if flag == "--layers" else MOST
-        if value is None or not 1 <= value <= most:
+        if not 1 <= value <= most:
             raise InvalidParams(f"{flag} is {value}, not from 1 to {most}")
-    layers, heads, dim = (value or 0 for value in bare.values())
+    layers, heads, dim = given.values()
     if dtype is None:
         say("note: no --dtype: counted as bfloat16, 2 bytes an element")
     tensors = (PerToken(name="k", heads=heads, dim=dim), PerToken(name="v", heads=heads, dim=dim))
@@ -254,220 +265,43 @@ def _bare_model(bare: Mapping[str, int | None], dtype: str | None) -> ModelKV:
         model_type="",
         layers=(LayerKV(kind="full", tensors=tensors),) * layers,
         dtype="bfloat16",
-        fields=tuple(Field(name=flag, value=value, origin="command line") for flag, value in bare.items()),
+        fields=tuple(Field(name=flag, value=value, origin="command line") for flag, value in given.items()),
     )
-
-
-def _model(source: Source) -> ModelKV:
-    """The layers of a source: by formula, else by a dry run when transformers is installed."""
-    if source.gguf is not None:
-        from llminfer.kv.gguf_layers import read_gguf_model
-
-        return read_gguf_model(source.gguf)
-    from llminfer.errors import UnknownConfigField
-    from llminfer.kv.rules.families import read_model, why_no_rule
-
-    config = source.config or {}
-    name = "standard input" if source.name == "-" else source.name
-    try:
-        return read_model(config, source=name, name=name)
-    except UnknownConfigField:
-        raise
-    except UnsupportedArchitecture:
-        if not config.get("model_type") or why_no_rule(config):
-            raise
-        model = _dry_model(config, name)
-        if model is None:
-            raise
-        return model
-
-
-def _dry_model(config: Mapping[str, Any], name: str) -> ModelKV | None:
-    """What the real classes cache, None when transformers is not there or does not know the type either."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None or find_spec("torch") is None:
-        return None
-    try:
-        from llminfer.engine.kv_cache.dry_run import dry_run_model
-    except ImportError:
-        return None
-    say(f"note: {config['model_type']} is not in the tables: running its classes without weights")
-    try:
-        model: ModelKV = dry_run_model(dict(config), source=name, name=name)
-    except UnsupportedArchitecture:
-        return None
-    return model
-
-
-def _answers(question: Question, model: ModelKV, source: Source | None, verify: bool) -> list[Answer]:
-    """One answer for each runtime, number of ranks, batch and length, in this order."""
-    from llminfer.kv.tensor_parallel import shard
-
-    answers: list[Answer] = []
-    for runtime in question.runtimes:
-        for ranks in question.ranks:
-            shard(model, ranks=ranks, transformers_heads=False)  # a --tp that cannot be is an error for every runtime
-            memory = _memory(question, model, source, ranks)
-            for batch in question.batches:
-                for tokens in _lengths(question, model, memory):
-                    answers.append(_answer(question, model, runtime, ranks, batch, tokens, memory))
-    return [_verified(answer, source) for answer in answers] if verify else answers
-
-
-def _lengths(question: Question, model: ModelKV, memory: Memory | None) -> list[int | None]:
-    """The lengths asked for; else, for a memory, the longest that fits (None); else the model's own limit."""
-    if question.tokens is not None:
-        return list(question.tokens)
-    if memory is not None:
-        return [None]
-    if model.context_limit is None:
-        raise UsageError(f"{model.name} states no context limit of its own", hint="give --tokens")
-    say(f"note: no --tokens: {model.name}'s own limit, {model.context_limit}")
-    return [model.context_limit]
-
-
-def _memory(question: Question, model: ModelKV, source: Source | None, ranks: int) -> Memory | None:
-    from llminfer.kv.budget import Memory
-
-    if question.memory_bytes is None:
-        return None
-    if question.weights == "auto":
-        from llminfer.kv.weights import weights_bytes
-
-        if ranks > 1:
-            raise UsageError("--weights auto counts all weights, --memory is one rank's", hint="give a rank's share")
-        path, config = (source.path, source.config) if source else (None, None)
-        weights = weights_bytes(path, name=model.name, config=config)
-    else:
-        weights = _parse("--weights", question.weights, parse_bytes)
-    return Memory(total_bytes=question.memory_bytes, weights_bytes=weights, reserve_bytes=question.reserve_bytes)
-
-
-def _answer(
-    question: Question,
-    model: ModelKV,
-    runtime: str,
-    ranks: int,
-    batch: int,
-    tokens: int | None,
-    memory: Memory | None,
-) -> Answer:
-    """The footprint, and what fits; with `all` runtimes one that cannot hold the model says why instead."""
-    from llminfer.kv.budget import budget
-    from llminfer.kv.footprint import footprint
-    from llminfer.kv.results import Answer
-
-    asked: dict[str, Any] = {"runtime": runtime, "tp": ranks, **question.dtypes}
-    try:
-        found = None if memory is None else budget(model, memory, tokens=tokens, batch=batch, **asked)
-        if tokens is None:
-            # nothing stated: show what fits; a cache that never fills the memory is shown at the model's limit
-            fitting = found.max_tokens if found else None
-            tokens = (model.context_limit or 1) if fitting is None else max(fitting, 1)
-        sizes = footprint(model, tokens=tokens, batch=batch, **asked)
-    except (UnsupportedArchitecture, UsageError) as error:
-        if not question.all_runtimes:
-            raise
-        shown = tokens or model.context_limit or 1
-        return Answer(
-            model=model,
-            runtime=runtime,
-            tokens=shown,
-            batch=batch,
-            tp=ranks,
-            footprint=None,
-            refusal=error.message,
-        )
-    return Answer(model=model, runtime=runtime, tokens=tokens, batch=batch, tp=ranks, footprint=sizes, budget=found)
 
 
 def _verified(answer: Answer, source: Source | None) -> Answer:
     """The answer with what the real classes of the installed transformers hold beside it."""
-    from dataclasses import replace
-
-    if answer.runtime != "transformers" or answer.footprint is None:
-        return answer
-    if source is None or source.config is None or answer.tp != 1:
-        raise UsageError("--verify needs a config and one rank", hint="name a folder, a config.json or a Hub id")
-    return replace(answer, check=tuple(_measure(answer, source.config)))
-
-
-def _measure(answer: Answer, config: Mapping[str, Any]) -> list[CheckRow]:
+    from llminfer.api import verify
     from llminfer.cli.loading import no_data
-    from llminfer.engine.checkpoints.checkpoint import check_docstrings
-    from llminfer.kv.footprint import footprint
-    from llminfer.kv.results import CheckRow
 
-    found = answer.footprint
-    assert found is not None
-    asked: dict[str, Any] = {"tokens": answer.tokens, "steps": 2, "batch": answer.batch, "dtype": found.dtype}
-    check_docstrings()
+    setup = answer.setup
+    if setup.runtime != "transformers" or answer.footprint is None:
+        return answer
+    if source is None or source.config is None or setup.tp != 1:
+        raise UsageError("--verify needs a config and one rank", hint="name a folder, a config.json or a Hub id")
     with no_data():
-        from llminfer.engine.kv_cache.dry_run import dry_run
-
-        try:
-            moments = dry_run(dict(config), **asked)
-        except UnsupportedArchitecture:
-            moments = dry_run(dict(config), **asked, real=True)
-    if moments[0].real:
-        how = f"checked in a real run of {moments[0].tokens} tokens with zeros for weights"
+        check = verify(source, tokens=answer.tokens, batch=setup.batch, dtype=answer.footprint.dtype)
+    if check[0].real:
+        how = f"checked in a real run of {check[0].tokens} tokens with zeros for weights"
         say(f"note: {answer.model.name} does not run without values: {how}")
-    rows: list[CheckRow] = []
-    starts = {tensor.after for layer in answer.model.layers for tensor in layer.tensors}
-    for moment in moments:
-        if rows and any(moments[0].tokens <= start <= moment.tokens for start in starts):
-            break  # what begins with the answer has other sizes, as the model's notes say
-        predicted = footprint(answer.model, tokens=moment.tokens, batch=answer.batch, dtype=found.dtype)
-        # a storage that differs from the tensors is a peak, named by what came last: the prefill, or a step
-        before, name = predicted, "storage after prefill"
-        if rows:
-            before = footprint(answer.model, tokens=moment.tokens - 1, batch=answer.batch, dtype=found.dtype)
-            name = "storage after the next step"
-        storage = next((peak.size_bytes for peak in before.peaks if peak.name == name), predicted.total_bytes)
-        rows.append(
-            CheckRow(
-                tokens=moment.tokens,
-                # the cache may have more layers than the model, which hold nothing
-                predicted_bytes=predicted.layer_bytes + (0,) * (len(moment.layers) - len(predicted.layer_bytes)),
-                measured_bytes=tuple(layer.size_bytes for layer in moment.layers),
-                predicted_storage_bytes=storage,
-                measured_storage_bytes=moment.storage_bytes,
-                real=moment.real,
-            )
-        )
-    return rows
+    return replace(answer, check=check)
 
 
 def _warn(question: Question, answers: list[Answer]) -> None:
     """Say on stderr what a reader of the numbers alone would miss."""
-    said = {
-        f"note: {answer.tokens} tokens are more than {answer.model.name}'s own limit of {answer.model.context_limit}"
-        for answer in answers
-        if answer.beyond_limit
-    }
-    if not any(question.dtypes.values()):
-        said |= {
-            f"note: {answer.model.name} states no element type: counted as {answer.model.dtype}; --dtype sets another"
-            for answer in answers
-            if any(field.name == "dtype" and field.origin.startswith("not in") for field in answer.model.fields)
-        }
-    for line in sorted(said):
-        say(line)
+    from llminfer.kv.query import notes
+
+    for note in notes(question, answers):
+        say(f"note: {note}")
 
 
-def _print(answers: list[Answer], output: str, only_bytes: bool, layers: bool) -> None:
+def _print(answers: list[Answer], output: str, *, only_bytes: bool, layers: bool) -> None:
     if only_bytes:
         text = "".join(f"{_total(answer)}\n" for answer in answers)
-    elif output == "table":
-        from llminfer.render.console import wants_color
-        from llminfer.render.kv_table import render as render_table
-
-        text = render_table(answers, layers=layers, color=wants_color(sys.stdout))
     else:
         from importlib import import_module
 
-        text = import_module(f"llminfer.render.kv_{output}").render(answers, layers=layers)
+        text = import_module(FORMATS[output]).render(answers, layers=layers)
     write_text(text) if output in ("json", "csv") else sys.stdout.write(text)
 
 
@@ -477,63 +311,41 @@ def _total(answer: Answer) -> int:
     return answer.footprint.total_bytes
 
 
-def _plot(question: Question, answers: list[Answer], target: str) -> None:
-    from llminfer.kv.footprint import total_bytes
-    from llminfer.kv.results import Curve
+def _plot(answers: list[Answer], target: str) -> None:
+    from llminfer.kv.query import curves
     from llminfer.render import kv_plot
     from llminfer.render.console import wants_color
 
-    drawn: dict[tuple[str, str, int, int], Answer] = {}
-    for answer in answers:
-        key = (answer.model.name, answer.runtime, answer.batch, answer.tp)
-        if answer.footprint and (key not in drawn or answer.tokens > drawn[key].tokens):
-            drawn[key] = answer
+    drawn = curves(answers)
     if not drawn:
         raise UsageError("--plot: there is nothing to draw")
-    curves = []
-    for (name, runtime, batch, ranks), answer in drawn.items():
-        size = total_bytes(answer.model, runtime=runtime, tp=ranks, **question.dtypes)
-        windows = {layer.window for layer in answer.model.layers if layer.window is not None}
-        label = (
-            f"{name}, {runtime}" + (f", batch {batch}" if batch > 1 else "") + (f", tp {ranks}" if ranks > 1 else "")
-        )
-        curves.append(
-            Curve(
-                label=label,
-                bytes_of=lambda tokens, size=size, batch=batch: size(tokens, batch),  # type: ignore[misc]
-                last_tokens=answer.tokens,
-                corners=tuple(sorted(windows)),
-            )
-        )
     budgets = [answer.budget for answer in answers if answer.budget]
     room = max(budgets[0].memory.cache_bytes, 0) if budgets else None
     if target == "-":
-        picture = kv_plot.draw(curves, memory_bytes=room, color=wants_color(sys.stdout))
+        picture = kv_plot.draw(drawn, memory_bytes=room, color=wants_color(sys.stdout))
         sys.stdout.write(picture)
     else:
         with writing(Path(target)):
-            kv_plot.save(curves, Path(target), memory_bytes=room)
+            kv_plot.save(drawn, Path(target), memory_bytes=room)
 
 
-def _fail_if_needed(question: Question, answers: list[Answer]) -> None:
+def _fail_if_needed(answers: list[Answer]) -> None:
     """The exit codes that come after an answer: a check that failed, tokens that do not fit."""
     if any(not row.agrees for answer in answers for row in answer.check):
-        raise LlminferError("prediction and measurement differ", hint="please report the config that this is with")
+        raise LlminferError("prediction and measurement differ", hint="please report it, with the config")
     for answer in answers:
         found = answer.budget
-        if found is None or answer.footprint is None:
-            continue
-        if found.fits is False or (question.tokens is None and found.max_tokens == 0):
-            needed, room = answer.footprint.total_bytes, found.memory.cache_bytes
+        if found is not None and answer.footprint is not None and found.exceeded:
+            needed, room = answer.footprint.total_bytes, max(found.memory.cache_bytes, 0)
             raise DoesNotFit(
-                f"{answer.model.name}, {answer.runtime}: {answer.tokens} tokens in batch {answer.batch} need "
-                f"{format_bytes(needed)} ({needed} B), {format_bytes(max(room, 0))} ({max(room, 0)} B) are left",
+                f"{answer.model.name}, {answer.setup.runtime}: {answer.tokens} tokens in batch {answer.setup.batch} "
+                f"need {format_bytes(needed)} ({needed} B), {format_bytes(room)} ({room} B) are left",
                 hint=f"longest context for this batch: {found.max_tokens}" if found.max_tokens else None,
             )
 
 
 def _print_list(output: str) -> None:
-    from llminfer.kv.sources import shipped_configs
+    from llminfer.sources import shipped_configs
 
     names = list(shipped_configs())
     if output == "json":

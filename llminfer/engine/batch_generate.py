@@ -21,6 +21,7 @@ from llminfer.errors import GenerationFailed, LlminferError, UsageError
 from llminfer.events import Finished, Started, Step, Trace
 from llminfer.jobs import BadLine, Job
 from llminfer.kv.footprint import footprint, total_bytes
+from llminfer.kv.setup import CacheSetup
 from llminfer.params import MAX_SEED, CacheOptions, StopCriteria
 
 _SHARE_FOR_CACHE = 0.9  # of the memory that is left; the rest is for what a forward computes
@@ -178,7 +179,7 @@ def _fits(loaded: LoadedModel) -> Fits:
     kv = loaded.kv
     if kv is None:  # nothing is known of its size
         return lambda rows, held_bytes: True
-    size = total_bytes(kv, dtype=str(loaded.dtype))
+    size = total_bytes(kv, CacheSetup(dtype=str(loaded.dtype)))
 
     def fits(rows: Sequence[Row], held_bytes: int) -> bool:
         left_bytes = available_bytes(loaded.device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from llminfer.errors import InvalidParams
 from llminfer.kv.footprint import total_bytes
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.setup import DEFAULT_SETUP, CacheSetup
 from llminfer.units import format_bytes
 
 # a cache that still fits with so many tokens (or sequences) does not grow with them
@@ -31,7 +32,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         if self.total_bytes <= 0 or self.weights_bytes < 0 or self.reserve_bytes < 0:
-            raise InvalidParams("--memory must be more than 0 bytes, --weights and --reserve not less than 0")
+            raise InvalidParams("memory must be more than 0 bytes, weights and reserve not less than 0")
 
     @property
     def cache_bytes(self) -> int:
@@ -56,6 +57,11 @@ class Budget:
     fits: bool | None
 
     @property
+    def exceeded(self) -> bool:
+        """Whether the tokens asked for do not fit, or not a single one where none were."""
+        return self.max_tokens == 0 if self.fits is None else not self.fits
+
+    @property
     def text(self) -> str:
         """One line for people."""
         left = f"{format_bytes(max(self.memory.cache_bytes, 0))} for the cache"
@@ -71,20 +77,14 @@ def budget(
     memory: Memory,
     *,
     tokens: int | None,
-    batch: int = 1,
-    dtype: str | None = None,
-    runtime: str = "transformers",
-    k_dtype: str | None = None,
-    v_dtype: str | None = None,
-    tp: int = 1,
+    setup: CacheSetup = DEFAULT_SETUP,
 ) -> Budget:
     """The largest context and batch whose steady size fits; arguments as in `footprint`.
 
     Raises:
         As `footprint`.
     """
-    needed = total_bytes(model, dtype=dtype, runtime=runtime, k_dtype=k_dtype, v_dtype=v_dtype, tp=tp)
-    room = memory.cache_bytes
+    needed, room, batch = total_bytes(model, setup), memory.cache_bytes, setup.batch
     needed_bytes = None if tokens is None else needed(tokens, batch)
     return Budget(
         memory=memory,

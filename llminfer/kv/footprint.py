@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Unpack
 
-from llminfer.errors import InvalidParams
 from llminfer.kv.dtypes import FLOAT_TYPES, element_type
 from llminfer.kv.layer import LayerKV, ModelKV
 from llminfer.kv.runtimes.records import Allocation, LayerBytes, Peak, Request, Runtime
 from llminfer.kv.runtimes.table import runtime as runtime_row
-from llminfer.kv.runtimes.transformers_dynamic import kept_tokens
+from llminfer.kv.setup import DEFAULT_SETUP, CacheSetup, SetupOptions, require_count
 from llminfer.kv.tensor_parallel import shard
 from llminfer.units import format_bytes
-
-__all__ = ["Footprint", "footprint", "kept_tokens", "total_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The bytes of a cache that holds `tokens` tokens of `batch` sequences, on one of `tp` ranks.
+    """The bytes of a cache that holds `tokens` tokens of each sequence of its setup, on one of its ranks.
 
     `bytes_per_token` is what the next token of every sequence adds, so 0 once all windows are
     full; a runtime that allocates blocks of `block_tokens` tokens adds them a block at a time.
@@ -29,22 +27,20 @@ class Footprint:
     terms, `layer_bytes` their sizes. `peaks` are the moments and meanings in which the bytes differ.
     """
 
-    runtime: str
-    release: str
+    setup: CacheSetup
     tokens: int
-    batch: int
-    tp: int
-    dtype: str
-    k_dtype: str
-    v_dtype: str
     layers: tuple[LayerKV, ...]
     layer_rows: tuple[LayerBytes, ...]
+    peaks: tuple[Peak, ...]
+    notes: tuple[str, ...]
     padding_bytes: int
     bytes_per_token: int
     block_tokens: int
     formula: str
-    peaks: tuple[Peak, ...]
-    notes: tuple[str, ...]
+    release: str
+    dtype: str
+    k_dtype: str
+    v_dtype: str
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -69,7 +65,7 @@ class Footprint:
     @property
     def all_ranks_bytes(self) -> int:
         """The bytes of all tensor-parallel ranks, what they hold in common counted on each."""
-        return self.total_bytes * self.tp
+        return self.total_bytes * self.setup.tp
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -81,51 +77,32 @@ class Footprint:
 
 
 def footprint(
-    model: ModelKV,
-    *,
-    tokens: int,
-    batch: int = 1,
-    dtype: str | None = None,
-    runtime: str = "transformers",
-    k_dtype: str | None = None,
-    v_dtype: str | None = None,
-    tp: int = 1,
-    waiting: int | None = None,
-    quantizer: str = "quanto",
+    model: ModelKV, *, tokens: int, setup: CacheSetup = DEFAULT_SETUP, **options: Unpack[SetupOptions]
 ) -> Footprint:
     """The bytes of this model's cache in a runtime.
 
     Args:
         tokens: cached tokens per sequence, so prompt + generated − 1 after a run.
-        batch: sequences in the cache.
-        dtype: the cache's element type; the model's own when not given.
-        runtime: a name in `kv.runtimes.table.RUNTIMES`.
-        k_dtype: the element type of the keys (and of all that is not values) where it is not `dtype`.
-        v_dtype: the element type of the values where it is not `dtype`.
-        tp: tensor-parallel ranks; the answer is for one of them.
-        waiting: tokens that a quantized cache holds in full precision; as many as it can when not given.
-        quantizer: the library of a quantized cache, `quanto` or `hqq`.
+        setup: whose cache it is and how it is set up.
+        options: fields of the setup to take instead of its own.
 
     Raises:
         InvalidParams: when a number is out of its range or an element type is unknown.
-        UsageError: when the runtime is unknown, or has no such element type, or `tp` does not divide.
+        UsageError: when the runtime is unknown, or has no such element type, or the ranks do not divide.
         UnsupportedArchitecture: when the runtime cannot hold such a model's cache.
     """
-    for name, value, least in (("tokens", tokens, 0), ("batch", batch, 1), ("tp", tp, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidParams(f"{name} is {value!r}, not a whole number of {least} or more")
-    row = runtime_row(runtime)
-    rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
-    dtype, stored = _followed(model, row, dtype)
-    request = replace(_request(model, tokens, batch, dtype, k_dtype, v_dtype), waiting=waiting, quantizer=quantizer)
+    require_count("tokens", tokens, least=0)
+    setup = replace(setup, **options)
+    row = runtime_row(setup.runtime)
+    rank = shard(model, ranks=setup.tp, transformers_heads=row.transformers_heads)
+    followed, stored = _followed(model, row, setup)
+    request = _request(model, followed, tokens=tokens)
     now = row.allocate(model, rank.layers, request)
     later = row.allocate(model, rank.layers, replace(request, tokens=tokens + now.block_tokens))
     return Footprint(
-        runtime=row.name,
+        setup=setup,
         release=row.release,
         tokens=tokens,
-        batch=batch,
-        tp=tp,
         dtype=request.float_type.name,
         k_dtype=request.k_type.name,
         v_dtype=request.v_type.name,
@@ -140,51 +117,43 @@ def footprint(
     )
 
 
-def total_bytes(
-    model: ModelKV,
-    *,
-    dtype: str | None = None,
-    runtime: str = "transformers",
-    k_dtype: str | None = None,
-    v_dtype: str | None = None,
-    tp: int = 1,
-) -> Callable[[int, int], int]:
+def total_bytes(model: ModelKV, setup: CacheSetup = DEFAULT_SETUP) -> Callable[[int, int], int]:
     """`footprint(...).total_bytes` as a function of tokens and batch, for those who ask it many times.
 
     Raises:
         As `footprint`, when made or when called.
     """
-    row = runtime_row(runtime)
-    rank = shard(model, ranks=tp, transformers_heads=row.transformers_heads)
-    dtype, _ = _followed(model, row, dtype)
+    row = runtime_row(setup.runtime)
+    rank = shard(model, ranks=setup.tp, transformers_heads=row.transformers_heads)
+    setup, _ = _followed(model, row, setup)
 
     def of(tokens: int, batch: int) -> int:
-        return _total(row.allocate(model, rank.layers, _request(model, tokens, batch, dtype, k_dtype, v_dtype)))
+        return _total(row.allocate(model, rank.layers, _request(model, replace(setup, batch=batch), tokens=tokens)))
 
     return of
 
 
-def _followed(model: ModelKV, row: Runtime, dtype: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """The element type asked for, else the one that the checkpoint states and the runtime follows; and a remark."""
+def _followed(model: ModelKV, row: Runtime, setup: CacheSetup) -> tuple[CacheSetup, tuple[str, ...]]:
+    """The setup, with the element type that the checkpoint states where the runtime follows it; and a remark."""
     stored = model.stored_dtype
-    if dtype is not None or stored is None or not row.follows_checkpoint:
-        return dtype, ()
+    if setup.dtype is not None or stored is None or not row.follows_checkpoint:
+        return setup, ()
     if stored == "fp8":
-        return stored, ("fp8, since the checkpoint's quantization_config states it for the cache",)
-    return None, (f"the checkpoint states a {stored} cache, for which there is no rule: counted as {model.dtype}",)
+        remark = "fp8, since the checkpoint's quantization_config states it for the cache"
+        return replace(setup, dtype=stored), (remark,)
+    return setup, (f"the checkpoint states a {stored} cache, for which there is no rule: counted as {model.dtype}",)
 
 
-def _request(
-    model: ModelKV, tokens: int, batch: int, dtype: str | None, k_dtype: str | None, v_dtype: str | None
-) -> Request:
-    cache_type = element_type(dtype or model.dtype)
-    own = cache_type if cache_type.name in FLOAT_TYPES else element_type(model.dtype)
+def _request(model: ModelKV, setup: CacheSetup, *, tokens: int) -> Request:
+    cache_type = element_type(setup.dtype or model.dtype)
     return Request(
         tokens=tokens,
-        batch=batch,
-        k_type=element_type(k_dtype) if k_dtype else cache_type,
-        v_type=element_type(v_dtype) if v_dtype else cache_type,
-        float_type=own,
+        batch=setup.batch,
+        k_type=element_type(setup.k_dtype) if setup.k_dtype else cache_type,
+        v_type=element_type(setup.v_dtype) if setup.v_dtype else cache_type,
+        float_type=cache_type if cache_type.name in FLOAT_TYPES else element_type(model.dtype),
+        waiting=setup.waiting,
+        quantizer=setup.quantizer,
     )
 
 

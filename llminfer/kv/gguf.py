@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from llminfer.errors import ModelNotAvailable
 from llminfer.foreign import name_other_kind
+from llminfer.kv.ggml_types import GGML_TYPES
 
 SUPPORTED_VERSIONS = (2, 3)
 
@@ -41,21 +42,34 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # in file order, the fastest-moving dimension first
     ggml_type: int
-    type_name: str
     offset: int  # from the start of the data section
-    n_elements: int
-    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        """The name of its element type."""
+        return GGML_TYPES[self.ggml_type][0]
+
+    @property
+    def n_elements(self) -> int:
+        """The product of its shape."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as the file stores it; its rows are whole blocks."""
+        _, block_elements, block_bytes = GGML_TYPES[self.ggml_type]
+        return self.n_elements // block_elements * block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
     """All that a GGUF file says about itself."""
 
+    tensors: tuple[GgufTensor, ...]
+    metadata: Mapping[str, MetadataValue]
     path: Path
     version: int
     architecture: str
-    metadata: Mapping[str, MetadataValue]
-    tensors: tuple[GgufTensor, ...]
     data_offset: int
     file_bytes: int
 
@@ -64,51 +78,6 @@ class GgufHeader:
         """Elements of all tensors; tied weights are stored, and counted, once."""
         return sum(tensor.n_elements for tensor in self.tensors)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all tensors as the file stores them, padding excluded."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-# ggml type id: (name, elements a block, bytes a block), as numbered by `enum ggml_type`
-GGML_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
-    {
-        0: ("F32", 1, 4),
-        1: ("F16", 1, 2),
-        2: ("Q4_0", 32, 18),
-        3: ("Q4_1", 32, 20),
-        6: ("Q5_0", 32, 22),
-        7: ("Q5_1", 32, 24),
-        8: ("Q8_0", 32, 34),
-        9: ("Q8_1", 32, 40),
-        10: ("Q2_K", 256, 84),
-        11: ("Q3_K", 256, 110),
-        12: ("Q4_K", 256, 144),
-        13: ("Q5_K", 256, 176),
-        14: ("Q6_K", 256, 210),
-        15: ("Q8_K", 256, 292),
-        16: ("IQ2_XXS", 256, 66),
-        17: ("IQ2_XS", 256, 74),
-        18: ("IQ3_XXS", 256, 98),
-        19: ("IQ1_S", 256, 50),
-        20: ("IQ4_NL", 32, 18),
-        21: ("IQ3_S", 256, 110),
-        22: ("IQ2_S", 256, 82),
-        23: ("IQ4_XS", 256, 136),
-        24: ("I8", 1, 1),
-        25: ("I16", 1, 2),
-        26: ("I32", 1, 4),
-        27: ("I64", 1, 8),
-        28: ("F64", 1, 8),
-        29: ("IQ1_M", 256, 56),
-        30: ("BF16", 1, 2),
-        34: ("TQ1_0", 256, 54),
-        35: ("TQ2_0", 256, 66),
-        39: ("MXFP4", 32, 17),
-        40: ("NVFP4", 64, 36),
-        41: ("Q1_0", 128, 18),
-    }
-)
 
 # metadata value type id: (name, struct format, bytes); the two without a fixed size stand apart
 _SCALARS: Mapping[int, tuple[str, str, int]] = {
@@ -390,21 +359,12 @@ def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> GgufTensor:
     cursor.position += _TENSOR_TAIL.size
     if ggml_type not in GGML_TYPES:
         cursor.fail(f"{what} has the unknown ggml type {ggml_type}", at=start)
-    type_name, block_elements, block_bytes = GGML_TYPES[ggml_type]
+    type_name, block_elements, _ = GGML_TYPES[ggml_type]
     if (shape[0] if shape else 1) % block_elements:
         cursor.fail(f"{what} has rows of {shape[0] if shape else 1}, {type_name} needs {block_elements}s", at=start)
     if offset % alignment:
         cursor.fail(f"{what} starts at {offset}, off the alignment of {alignment}", at=start)
-    n_elements = math.prod(shape)
-    return GgufTensor(
-        name=name,
-        shape=shape,
-        ggml_type=ggml_type,
-        type_name=type_name,
-        offset=offset,
-        n_elements=n_elements,
-        nbytes=n_elements // block_elements * block_bytes,
-    )
+    return GgufTensor(name=name, shape=shape, ggml_type=ggml_type, offset=offset)
 
 
 def _short(value: object) -> str:

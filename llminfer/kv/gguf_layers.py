@@ -149,7 +149,7 @@ def latent_layers(view: Metadata) -> tuple[LayerKV, ...]:
     if view.get("attention.key_length_mla") is None:
         return _attention(view, count, sliding=None)
     latent = PerToken(name="k", heads=1, dim=view.integer("attention.key_length"))
-    return (LayerKV(kind="latent", tensors=(latent,)),) * count
+    return (LayerKV(kind="latent", latent=True, tensors=(latent,)),) * count
 
 
 def mamba_layers(view: Metadata) -> tuple[LayerKV, ...]:

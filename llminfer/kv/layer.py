@@ -89,10 +89,12 @@ class LayerKV:
     numbers: `tensors` grow with the tokens, `window` is the number of tokens that attention can
     see (the newest included; None: all), `states` do not grow. How many tokens of a window stay
     cached is the runtime's choice, not the layer's. A layer with neither holds nothing: it reuses
-    another layer's cache or has no attention.
+    another layer's cache or has no attention. `kind` is a name for people; `latent` says that one
+    compressed entry serves all heads, so that there are none to count or to split.
     """
 
     kind: str
+    latent: bool = False
     tensors: tuple[PerToken, ...] = ()
     window: int | None = None
     states: tuple[State, ...] = ()
@@ -121,15 +123,17 @@ class ModelKV:
     """What a model caches, layer by layer, and the fields that say so.
 
     `dtype` is the element type the model computes in, so that of its cache unless one is asked
-    for. `stored_dtype` is what a quantized checkpoint asks its cache to be, for runtimes that follow
-    it. `context_limit` is the longest sequence the model was made for, None when it states none.
-    `method` is `formula` or `dry run`. `notes` are sentences that the answer has to carry.
+    for; `dtype_assumed` says that its config states none. `stored_dtype` is what a quantized checkpoint
+    asks its cache to be, for runtimes that follow it. `context_limit` is the longest sequence the
+    model was made for, None when it states none. `method` is `formula` or `dry run`. `notes` are
+    sentences that the answer has to carry.
     """
 
     name: str
     model_type: str
     layers: tuple[LayerKV, ...]
     dtype: str
+    dtype_assumed: bool = False
     stored_dtype: str | None = None
     context_limit: int | None = None
     fields: tuple[Field, ...] = ()

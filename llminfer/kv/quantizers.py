@@ -20,7 +20,7 @@ def quantizer(bits: int) -> tuple[str, int]:
             return name, axis
     wanted = " or ".join(_PACKAGES[name] for name, _, _ in rows)
     raise UsageError(
-        f"--cache quantized with {bits} bits needs {wanted}, not installed",
+        f"--cache quantized with {bits} bits needs {wanted}, which is not installed",
         hint=f"pip install {_PACKAGES[rows[0][0]]}",
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llminfer.kv.budget import Budget
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import ModelKV
+from llminfer.kv.setup import CacheSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +36,15 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One model in one runtime at one length and batch: its footprint, or why there is none.
+    """One model in one setup at one length: its footprint, or why there is none.
 
     `check` holds what `--verify` measured, `budget` what fits when a memory was stated.
     """
 
     model: ModelKV
-    runtime: str
+    setup: CacheSetup
     tokens: int
-    batch: int
-    tp: int
-    footprint: Footprint | None
+    footprint: Footprint | None = None
     refusal: str | None = None
     budget: Budget | None = None
     check: tuple[CheckRow, ...] = ()

@@ -42,7 +42,7 @@ def _tensor(layer: LayerKV, tensor: PerToken, ranks: int, transformers_heads: bo
     heads = tensor.heads
     if transformers_heads and tensor.transformers_heads is not None:
         heads = tensor.transformers_heads
-    if ranks == 1 or heads == 0 or layer.kind.startswith("latent"):
+    if ranks == 1 or heads == 0 or layer.latent:
         if ranks > 1 and heads:
             notes[f"the {layer.kind} entries have no heads to split: every rank holds them whole"] = None
         return replace(tensor, heads=heads, transformers_heads=None)

@@ -51,7 +51,7 @@ def weights_bytes(path: Path | None, *, name: str, config: Mapping[str, Any] | N
             clear which of them are the model.
     """
     if path is not None and path.is_file():
-        return sum(part.weight_bytes for part in _gguf_parts(path))
+        return sum(tensor.nbytes for part in _gguf_parts(path) for tensor in part.tensors)
     if path is not None and path.is_dir():
         weights = first_file(path, (*safetensors_names(config or {}), *PICKLES))
         if weights is not None:

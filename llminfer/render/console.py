@@ -22,11 +22,17 @@ def wants_color(stream: TextIO, environment: Mapping[str, str] = os.environ) -> 
     return stream.isatty() and environment.get("TERM") != "dumb"
 
 
-def make_console(stream: TextIO) -> Console:
-    """A console that never wraps, never reads markup or emoji codes, and colours only where wanted."""
-    color = wants_color(stream)
+def make_console(stream: TextIO, *, color: bool | None = None, width: int | None = None) -> Console:
+    """A console that never wraps, never reads markup or emoji codes, and colours only where wanted.
+
+    Args:
+        color: whether to colour; what the stream and the environment say when not given.
+        width: columns; those of the terminal when not given.
+    """
+    color = wants_color(stream) if color is None else color
     return Console(
         file=stream,
+        width=width,
         color_system="standard" if color else None,
         force_terminal=color,
         no_color=not color,

@@ -1,18 +1,20 @@
-"""The columns that the table, plain, CSV and Markdown answers of `kv-size` share, and the lines below a table."""
+"""What the answers of `kv-size` consist of in every format: tables, the lines below them, the facts about each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
+from llminfer.kv.budget import Budget
 from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
 from llminfer.kv.results import Answer, CheckRow
 from llminfer.units import format_bytes, visible
 
 NONE = "–"
+_FITS = {None: NONE, True: "yes", False: "no"}
 _FORMULAS_AT_MOST = 8
 
 
@@ -29,16 +31,71 @@ class Column:
         return visible(self.show(answer))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Headings, rows of as many cells, and which columns are numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Title:
+    """What the tables that follow are about: a model's name, and the rest of the line."""
+
+    model: str
+    text: str
+
+
+Block: TypeAlias = Table | Title | Sequence[str]
+
+
+def blocks(answers: Sequence[Answer], *, layers: bool) -> Iterator[Block]:
+    """The table of the answers and the lines below it; then layers and fields where wanted, and what was checked."""
+    used = columns(answers)
+    yield Table(
+        headings=[column.heading for column in used],
+        rows=[[column.text(answer) for column in used] for answer in answers],
+        numbers=[column.number for column in used],
+    )
+    yield lines_below(answers)
+    for answer in answers:
+        if layers and answer.footprint is not None:
+            yield Title(model=visible(answer.model.name), text=f", {answer.setup.runtime}, {answer.tokens} tokens")
+            yield Table(headings=_LAYER_HEADINGS, rows=layer_rows(answer.footprint), numbers=_LAYER_NUMBERS)
+            yield Table(headings=("field", "value", "from"), rows=field_rows(answer), numbers=(False, False, False))
+        if answer.check:
+            yield Table(headings=_CHECK_HEADINGS, rows=check_rows(answer.check), numbers=_CHECK_NUMBERS)
+
+
+def facts(answer: Answer) -> dict[str, Any]:
+    """What JSON and CSV say of every answer, refused or not."""
+    model, setup = answer.model, answer.setup
+    return {
+        "model": model.name,
+        "model_type": model.model_type,
+        "method": model.method,
+        "runtime": setup.runtime,
+        "tokens": answer.tokens,
+        "batch": setup.batch,
+        "tp": setup.tp,
+        "context_limit": model.context_limit,
+        "beyond_context_limit": answer.beyond_limit,
+        "refusal": answer.refusal,
+    }
+
+
 def columns(answers: Sequence[Answer]) -> list[Column]:
     """The columns that these answers need: what no answer has, or all have alike by default, is left out."""
     rows = [
         Column(heading="model", show=lambda answer: answer.model.name, number=False),
-        Column(heading="runtime", show=lambda answer: answer.runtime, number=False),
+        Column(heading="runtime", show=lambda answer: answer.setup.runtime, number=False),
         Column(heading="tokens", show=lambda answer: str(answer.tokens)),
-        Column(heading="batch", show=lambda answer: str(answer.batch)),
+        Column(heading="batch", show=lambda answer: str(answer.setup.batch)),
     ]
-    if any(answer.tp > 1 for answer in answers):
-        rows.append(Column(heading="tp", show=lambda answer: str(answer.tp)))
+    if any(answer.setup.tp > 1 for answer in answers):
+        rows.append(Column(heading="tp", show=lambda answer: str(answer.setup.tp)))
     rows += [
         Column(heading="cache", show=_of(cache_type), number=False),
         Column(heading="total", show=_of(lambda found: format_bytes(found.total_bytes))),
@@ -50,9 +107,11 @@ def columns(answers: Sequence[Answer]) -> list[Column]:
         rows.append(Column(heading="peak", show=_of(lambda found: format_bytes(found.peak_bytes))))
     if any(answer.budget for answer in answers):
         rows += [
-            Column(heading="longest context", show=_longest_context),
-            Column(heading="largest batch", show=_largest_batch),
-            Column(heading="fits", show=_fits, number=False),
+            Column(heading="longest context", show=_fitting(lambda fits: _or_any(fits.max_tokens))),
+            Column(
+                heading="largest batch", show=_fitting(lambda fits: _or_any(fits.max_batch) if fits.tokens else NONE)
+            ),
+            Column(heading="fits", show=_fitting(lambda fits: _FITS[fits.fits]), number=False),
         ]
     rows.append(Column(heading="by", show=lambda answer: answer.model.method, number=False))
     return rows
@@ -65,28 +124,31 @@ def lines_below(answers: Sequence[Answer]) -> list[str]:
     for answer in answers:
         found, about = answer.footprint, f"{_about(answer)}: " if several else ""
         if found is None:
-            lines[f"{answer.model.name}, {answer.runtime}: no answer: {answer.refusal}"] = None
+            lines[f"{answer.model.name}, {answer.setup.runtime}: no answer: {answer.refusal}"] = None
             continue
         if len(answers) <= _FORMULAS_AT_MOST:
             lines[f"{about}{found.formula}"] = None
             for peak in found.peaks:
                 size = f"{format_bytes(peak.size_bytes)}, {peak.size_bytes} B"
                 lines[f"{about}{peak.name}: {size} ({peak.reason})"] = None
-        if answer.tp > 1 and len(answers) <= _FORMULAS_AT_MOST:
-            lines[f"{about}all {answer.tp} ranks: {format_bytes(found.all_ranks_bytes)}"] = None
+        if answer.setup.tp > 1 and len(answers) <= _FORMULAS_AT_MOST:
+            lines[f"{about}all {answer.setup.tp} ranks: {format_bytes(found.all_ranks_bytes)}"] = None
         for note in (*found.notes, *answer.model.notes):
-            lines[f"{answer.model.name}, {answer.runtime}: {note}" if several else note] = None
+            lines[f"{answer.model.name}, {answer.setup.runtime}: {note}" if several else note] = None
         if answer.budget:
             lines[f"{about}{answer.budget.text}"] = None
-    for release in dict.fromkeys(f"{a.runtime}: {a.footprint.release}" for a in answers if a.footprint):
+    for release in dict.fromkeys(f"{a.setup.runtime}: {a.footprint.release}" for a in answers if a.footprint):
         lines[release] = None
-    copies = any(answer.runtime == "transformers" for answer in answers)
+    copies = any(answer.setup.runtime == "transformers" for answer in answers)
     lines["steady state; a step needs working memory besides" + _COPIES * copies] = None
     return [visible(line) for line in lines]
 
 
 _COPIES = ", and transformers copies a layer as it grows"
-LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state bytes")
+_LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state bytes")
+_LAYER_NUMBERS = (True, False, True, False, True, True, True)
+_CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
+_CHECK_NUMBERS = (True, False, True, True, False)
 
 
 def layer_rows(found: Footprint) -> list[tuple[str, ...]]:
@@ -114,20 +176,9 @@ def layer_dims(layer: LayerKV) -> str:
     return ", ".join((*tensors, *states)) or NONE
 
 
-def layers_title(answer: Answer) -> str:
-    """What a table of layers is about."""
-    return visible(f"{answer.model.name}, {answer.runtime}, {answer.tokens} tokens")
-
-
-FIELD_HEADINGS = ("field", "value", "from")
-
-
 def field_rows(answer: Answer) -> list[tuple[str, ...]]:
     """Every field that was used, its value (shortened), and where it came from."""
     return [(visible(field.name), _short(field.value), visible(field.origin)) for field in answer.model.fields]
-
-
-CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
 
 
 def check_rows(rows: Sequence[CheckRow]) -> list[tuple[str, ...]]:
@@ -151,44 +202,21 @@ def cache_type(found: Footprint) -> str:
     return found.k_dtype if found.k_dtype == found.v_dtype else f"{found.k_dtype}/{found.v_dtype}"
 
 
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> list[str]:
-    """Text columns two spaces apart, numbers set to the right; never cut and never wrapped."""
-    widths = [max(len(line[at]) for line in (headings, *rows)) for at in range(len(headings))]
-    lines = []
-    for line in (headings, *rows):
-        cells = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numbers, strict=True)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
 def _about(answer: Answer) -> str:
-    tp = f", tp {answer.tp}" if answer.tp > 1 else ""
-    return f"{answer.model.name}, {answer.runtime}, {answer.tokens} × {answer.batch}{tp}"
+    tp = f", tp {answer.setup.tp}" if answer.setup.tp > 1 else ""
+    return f"{answer.model.name}, {answer.setup.runtime}, {answer.tokens} × {answer.setup.batch}{tp}"
 
 
 def _of(text: Callable[[Footprint], str]) -> Callable[[Answer], str]:
     return lambda answer: NONE if answer.footprint is None else text(answer.footprint)
 
 
-def _longest_context(answer: Answer) -> str:
-    if answer.budget is None:
-        return NONE
-    return "any" if answer.budget.max_tokens is None else str(answer.budget.max_tokens)
+def _fitting(text: Callable[[Budget], str]) -> Callable[[Answer], str]:
+    return lambda answer: NONE if answer.budget is None else text(answer.budget)
 
 
-def _largest_batch(answer: Answer) -> str:
-    if answer.budget is None or answer.budget.tokens is None:
-        return NONE
-    return "any" if answer.budget.max_batch is None else str(answer.budget.max_batch)
-
-
-def _fits(answer: Answer) -> str:
-    if answer.budget is None or answer.budget.fits is None:
-        return NONE
-    return "yes" if answer.budget.fits else "no"
+def _or_any(count: int | None) -> str:
+    return "any" if count is None else str(count)
 
 
 def _compared(tokens: int, what: str, predicted: int | None, measured: int | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from llminfer.kv.footprint import Footprint
 from llminfer.kv.layer import LayerKV
 from llminfer.kv.results import Answer, CheckRow
 from llminfer.kv.runtimes.records import LayerBytes
+from llminfer.render.kv_columns import facts
 from llminfer.units import to_json
 
 SCHEMA_VERSION = 1
@@ -27,19 +28,7 @@ def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
 
 def _result(answer: Answer, layers: bool) -> dict[str, Any]:
     model, found = answer.model, answer.footprint
-    result: dict[str, Any] = {
-        "model": model.name,
-        "model_type": model.model_type,
-        "method": model.method,
-        "runtime": answer.runtime,
-        "tokens": answer.tokens,
-        "batch": answer.batch,
-        "tp": answer.tp,
-        "context_limit": model.context_limit,
-        "beyond_context_limit": answer.beyond_limit,
-        "refusal": answer.refusal,
-        "model_notes": list(model.notes),
-    }
+    result = {**facts(answer), "model_notes": list(model.notes)}
     if found is not None:
         result |= _footprint(found)
         if layers:

@@ -68,7 +68,9 @@ def save(curves: Sequence[Curve], path: Path, *, memory_bytes: int | None = None
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise UsageError(f"--plot cannot write {path.name!r}", hint=f"known: {', '.join(SUFFIXES)}, and - for here")
+        raise UsageError(
+            f"--plot cannot write {path.name!r}", hint=f"known: {', '.join(SUFFIXES)}, or - for the terminal"
+        )
     figure = _figure(curves, memory_bytes)
     if suffix == ".html":
         stream = StringIO()

@@ -5,37 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len
-
 from llminfer.events import Step
+from llminfer.render.align import aligned
 
 _HEADERS = (
-    "step",
-    "token",
-    "text",
-    "logprob",
-    "forward ms",
-    "sampling ms",
-    "text ms",
-    "output ms",
-    "at ms",
-    "cached",
-    "KV bytes",
+    *("step", "token", "text", "logprob", "forward ms", "sampling ms", "text ms", "output ms", "at ms"),
+    *("cached", "KV bytes"),
 )
 _DRAFT_HEADERS = ("accepted", "draft ms")
-_LEFT = frozenset({"text"})
 
 
 def step_table(steps: Sequence[Step], *, drafts: bool = False) -> Iterator[str]:
     """The table's lines, the header first; with `drafts` what was drafted for each forward."""
     headers = (*_HEADERS, *_DRAFT_HEADERS) if drafts else _HEADERS
     rows = [headers, *((*_cells(step), *_draft_cells(step)) if drafts else _cells(step) for step in steps)]
-    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(headers))]
-    for row in rows:
-        padded = (
-            _pad(cell, width, left=header in _LEFT) for cell, width, header in zip(row, widths, headers, strict=True)
-        )
-        yield "  ".join(padded).rstrip()
+    yield from aligned(rows, right=[header != "text" for header in headers])
 
 
 def escaped(text: str) -> str:
@@ -62,8 +46,3 @@ def _draft_cells(step: Step) -> tuple[str, str]:
     if step.shared_forward:
         return "-", "-"
     return f"{step.accepted}/{step.drafted}", f"{step.draft_s * 1e3:.2f}"
-
-
-def _pad(cell: str, width: int, *, left: bool) -> str:
-    space = " " * (width - cell_len(cell))
-    return cell + space if left else space + cell

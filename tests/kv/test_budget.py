@@ -11,6 +11,7 @@ from llminfer.kv.budget import Memory, budget
 from llminfer.kv.footprint import total_bytes
 from llminfer.kv.layer import ModelKV
 from llminfer.kv.runtimes.table import RUNTIMES
+from llminfer.kv.setup import CacheSetup
 from tests.kv.models import any_model, attention, model, recurrent
 
 
@@ -23,9 +24,9 @@ from tests.kv.models import any_model, attention, model, recurrent
 )
 @settings(max_examples=200, deadline=None)
 def test_tight_in_every_runtime(of: ModelKV, room: int, tokens: int, batch: int, runtime: str) -> None:
-    size = total_bytes(of, runtime=runtime)
+    size = total_bytes(of, CacheSetup(runtime=runtime))
     try:
-        found = budget(of, Memory(total_bytes=room), tokens=tokens, batch=batch, runtime=runtime)
+        found = budget(of, Memory(total_bytes=room), tokens=tokens, setup=CacheSetup(batch=batch, runtime=runtime))
     except UnsupportedArchitecture:
         return
     for limit, needed in ((found.max_tokens, lambda n: size(n, batch)), (found.max_batch, lambda n: size(tokens, n))):
@@ -56,5 +57,5 @@ def test_weights_and_reserve_come_first() -> None:
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 0, -1)])
 def test_no_memory_is_less_than_nothing(sizes: tuple[int, int, int]) -> None:
     total, weights, reserve = sizes
-    with pytest.raises(InvalidParams, match="--memory"):
+    with pytest.raises(InvalidParams, match="memory"):
         Memory(total_bytes=total, weights_bytes=weights, reserve_bytes=reserve)

@@ -19,6 +19,7 @@ from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.footprint import footprint, total_bytes
 from llminfer.kv.rules.direction import ENCODER_DECODERS
 from llminfer.kv.rules.families import DECODER_LAYERS, FAMILIES, read_model
+from llminfer.kv.setup import CacheSetup
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -88,7 +89,7 @@ def test_vllm_takes_the_type_that_a_quantized_checkpoint_states(quantization: di
     plain = read_model(LLAMA, source="file")
     found = footprint(model, tokens=64, runtime="vllm")
     assert found.total_bytes == footprint(plain, tokens=64, runtime="vllm", dtype=dtype).total_bytes
-    assert total_bytes(model, runtime="vllm")(64, 1) == found.total_bytes
+    assert total_bytes(model, CacheSetup(runtime="vllm"))(64, 1) == found.total_bytes
     stated = quantization.get("kv_cache_scheme") or "kv_cache_quant_algo" in str(quantization)
     assert bool(stated) == any("checkpoint" in note for note in found.notes)
     assert footprint(model, tokens=64, runtime="vllm", dtype="float32").k_dtype == "float32"

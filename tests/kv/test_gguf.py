@@ -94,7 +94,7 @@ def test_reads_what_the_writer_wrote(tmp_path: Path) -> None:
         ("blk.0.attn_q.weight", (64, 4), "Q8_0", 256, 272),
         ("output_norm.weight", (32,), "F32", 32, 128),
     ]
-    assert (header.parameter_count, header.weight_bytes) == (3488, 6800)
+    assert (header.parameter_count, sum(tensor.nbytes for tensor in header.tensors)) == (3488, 6800)
     assert header.file_bytes == path.stat().st_size
 
 

@@ -16,7 +16,7 @@ from llminfer.kv.config import load_config
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import read_model
 from llminfer.kv.runtimes.table import RUNTIMES
-from llminfer.kv.sources import shipped_configs
+from llminfer.sources import shipped_configs
 
 Sizes = tuple[int | None, ...]
 

@@ -13,6 +13,7 @@ from llminfer.errors import InvalidParams, UnsupportedArchitecture, UsageError
 from llminfer.kv.footprint import Footprint, footprint, total_bytes
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken
 from llminfer.kv.runtimes.table import RUNTIMES
+from llminfer.kv.setup import CacheSetup
 from tests.kv.models import any_model, attention, model, recurrent
 
 
@@ -74,7 +75,9 @@ def test_a_growing_layer_has_whole_blocks_and_a_window_stops_growing() -> None:
 
 def test_what_growing_layers_do_not_hold_is_not_in_blocks() -> None:
     indexed = LayerKV(
-        kind="latent", tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="indexer", heads=1, dim=8))
+        kind="latent",
+        latent=True,
+        tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="indexer", heads=1, dim=8)),
     )
     hybrid = LayerKV(kind="hybrid", tensors=attention(2, 16).tensors, states=recurrent(64, 4, 16).states)
     assert footprint(model(indexed), tokens=10, runtime="llminfer").total_bytes == (256 * 32 + 10 * 8) * 2
@@ -133,7 +136,9 @@ def test_keys_and_values_may_differ_in_type() -> None:
 
 def test_latents_are_one_head_in_every_runtime_that_keeps_them() -> None:
     latent = LayerKV(
-        kind="latent", tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="rope_key", heads=1, dim=8))
+        kind="latent",
+        latent=True,
+        tensors=(PerToken(name="latent", heads=1, dim=32), PerToken(name="rope_key", heads=1, dim=8)),
     )
     of = model(*[latent] * 3, model_type="deepseek_v3")
     per_token = {name: size // 256 for name, size in sizes(of, 256).items() if name != "transformers-quantized"}
@@ -249,7 +254,7 @@ def test_the_formula_is_the_total(of: ModelKV, tokens: int, batch: int, runtime:
 @given(of=any_model(), tokens=st.integers(0, 3000), batch=st.integers(1, 5), runtime=st.sampled_from(list(RUNTIMES)))
 @settings(max_examples=200, deadline=None)
 def test_bytes_never_fall_with_tokens_or_batch(of: ModelKV, tokens: int, batch: int, runtime: str) -> None:
-    size = total_bytes(of, runtime=runtime)
+    size = total_bytes(of, CacheSetup(runtime=runtime))
     try:
         here = size(tokens, batch)
     except UnsupportedArchitecture:
@@ -257,7 +262,7 @@ def test_bytes_never_fall_with_tokens_or_batch(of: ModelKV, tokens: int, batch: 
     assert here <= size(tokens + 1, batch)
     assert here <= size(tokens, batch + 1)
     if runtime != "vllm":  # which rounds up, and holds a chunk of prefill besides
-        assert size(tokens, batch) >= total_bytes(of, runtime="ideal")(tokens, batch) // 8
+        assert size(tokens, batch) >= total_bytes(of, CacheSetup(runtime="ideal"))(tokens, batch) // 8
 
 
 def evaluated(found: Footprint) -> int:

@@ -28,7 +28,7 @@ def test_ranks_that_do_not_divide_are_refused(runtime: str) -> None:
 
 
 def test_every_rank_holds_the_latent_whole() -> None:
-    of = model(LayerKV(kind="latent", tensors=(PerToken(name="latent", heads=1, dim=40),)))
+    of = model(LayerKV(kind="latent", latent=True, tensors=(PerToken(name="latent", heads=1, dim=40),)))
     found = footprint(of, tokens=100, tp=8)
     assert found.total_bytes == footprint(of, tokens=100).total_bytes
     assert "every rank holds them whole" in found.notes[0]

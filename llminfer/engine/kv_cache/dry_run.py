@@ -84,9 +84,14 @@ class Measurement:
     real: bool = False
 
     @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer's tensors."""
+        return tuple(layer.size_bytes for layer in self.layers)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(layer.size_bytes for layer in self.layers)
+        return sum(self.layer_bytes)
 
     @property
     def storage_bytes(self) -> int:

@@ -64,9 +64,7 @@ def head_dim(view: ConfigView, heads: int, *, whole: bool = False) -> int:
     Raises:
         UnknownConfigField: when it is not stated, and the quotient is not `whole` as it has to be.
     """
-    if view.get("head_dim") is not None:
-        return view.integer("head_dim")
-    return _split_hidden(view, heads, whole=whole)
+    return _split_hidden(view, heads, whole=whole) if view.get("head_dim") is None else view.integer("head_dim")
 
 
 def every_head(view: ConfigView) -> tuple[PerToken, ...]:

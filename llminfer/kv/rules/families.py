@@ -1,7 +1,7 @@
 """From a config to the layers that cache: one row for each model type.
 
 A row says which rule gives the tensors of an attention layer and the states of a recurrent one;
-which layer is of which kind comes from `layer_types` or from the patterns in `kinds.py`. Model
+which layer is of which kind comes from `layer_types` or from the patterns in `layer_types.py`. Model
 types that are not in the table are refused: the plain formula would be wrong for many of them
 without a word.
 """
@@ -49,8 +49,8 @@ class Family:
     """How the layers of a model type become records.
 
     `attention` and `states` are the rules of its attending and its recurrent layers; `of_kind` and
-    `states_of_kind` are those of single kinds that differ. `kind` names its full layers in the
-    records. `prepare` rewrites old or derived fields to the usual ones before anything is read.
+    `states_of_kind` are those of single kinds that differ. `latent` says that its attention caches
+    latents. `prepare` rewrites old or derived fields to the usual ones before anything is read.
     `finish` turns the config's layers into the cache's, for types that cache a layer more than
     once, or not at all; `read` replaces all of it where a config has no list of layers. `notes` are
     sentences that any answer about the type has to carry.
@@ -60,7 +60,7 @@ class Family:
     states: States | None = None
     of_kind: Mapping[str, Tensors] = field(default_factory=dict)
     states_of_kind: Mapping[str, States] = field(default_factory=dict)
-    kind: str | None = None
+    latent: bool = False
     layers: tuple[str, ...] = LAYERS
     prepare: Callable[[ConfigView], ConfigView] = lambda view: view
     finish: Callable[[ConfigView, list[str], Layers], Layers] = lambda view, kinds, layers: layers
@@ -92,6 +92,7 @@ KINDS: dict[str, Kind] = {
     SPARSE_BLOCKS: Kind(name="sparse_blocks"),
     NONE: Kind(name="none", attends=False),
 }
+_LATENT_NAMES = {FULL: "latent", INDEXED: "latent", SLIDING: "latent_sliding"}
 
 
 def read_model(config: Mapping[str, Any], *, source: str, name: str | None = None) -> ModelKV:
@@ -130,6 +131,7 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
         model_type=model_type,
         layers=layers,
         dtype=dtype,
+        dtype_assumed=view.get("dtype", "torch_dtype") is None,
         stored_dtype=stored_dtype(config),
         context_limit=context_limit(view),
         fields=tuple(view.used.values()),
@@ -183,11 +185,10 @@ def _layer(view: ConfigView, family: Family, kind_name: str) -> LayerKV:
         if rule is None:
             raise UnsupportedArchitecture(f"{view.source}: no rule for {kind_name} layers of {view.model_type!r}")
         states = rule(view)
-    name = kind.name
-    if family.kind:
-        name = {FULL: family.kind, INDEXED: family.kind, SLIDING: f"{family.kind}_sliding"}.get(kind_name, name)
+    latent = family.latent and kind_name in _LATENT_NAMES
+    name = _LATENT_NAMES[kind_name] if latent else kind.name
     window = view.integer(kind.window) if kind.window else None
-    return LayerKV(kind=name, tensors=tensors, states=states, window=window)
+    return LayerKV(kind=name, latent=latent, tensors=tensors, states=states, window=window)
 
 
 def _layer_overrides(view: ConfigView) -> dict[int, Mapping[str, Any]]:
@@ -239,8 +240,8 @@ _MHA = Family(attention=attention.every_head)
 _MAMBA = Family(states=recurrent.mamba)
 _MAMBA2 = Family(states=recurrent.mamba2)
 _DELTA_NET = Family(states=recurrent.gated_delta_net)
-_LATENT = Family(attention=attention.latent, kind="latent")
-_LATENT_INDEXED = Family(attention=attention.latent_indexed, kind="latent")
+_LATENT = Family(attention=attention.latent, latent=True)
+_LATENT_INDEXED = Family(attention=attention.latent_indexed, latent=True)
 _SHORT_CONV = Family(states=recurrent.short_conv)
 _SOUND = "the self-attention of the decoder alone; generation with guidance caches twice as many sequences"
 _DECODER_HALF = Family(
@@ -289,7 +290,6 @@ FAMILIES: dict[str, Family] = {
         molmo2_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
         """,
     ),
-    "mistral4": _LATENT,
     **_each(
         _MHA,
         """
@@ -305,18 +305,8 @@ FAMILIES: dict[str, Family] = {
         whisper
         """,
     ),
-    **_each(
-        _LATENT,
-        """
-        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu
-        """,
-    ),
-    **_each(
-        _LATENT_INDEXED,
-        """
-        axk2 deepseek_v32 glm_moe_dsa hy_v4
-        """,
-    ),
+    **_each(_LATENT, "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 sarvam_mla youtu"),
+    **_each(_LATENT_INDEXED, "axk2 deepseek_v32 glm_moe_dsa hy_v4"),
     "bailing_hybrid": replace(_LATENT, states=recurrent.bailing_hybrid),
     "bamba": _MAMBA2,
     "blt": Family(read=quirks.blt),
@@ -332,7 +322,7 @@ FAMILIES: dict[str, Family] = {
     "dory": Family(prepare=quirks.dory, finish=quirks.dory_loops),
     "dots3_note_text": Family(
         attention=attention.latent,
-        kind="latent",
+        latent=True,
         of_kind={INDEXED: attention.dots3_indexed, SLIDING: attention.dots3_sliding},
         prepare=quirks.dots3,
     ),
@@ -353,9 +343,7 @@ FAMILIES: dict[str, Family] = {
     "jetmoe": Family(attention=attention.jetmoe),
     "kimi_linear": replace(_LATENT, states=recurrent.delta_attention),
     "lara_mini": _DELTA_NET,
-    "lfm2": _SHORT_CONV,
-    "lfm2_moe": _SHORT_CONV,
-    "lfm3": _SHORT_CONV,
+    **_each(_SHORT_CONV, "lfm2 lfm2_moe lfm3"),
     "longcat_flash": replace(_LATENT, finish=quirks.twice),
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,

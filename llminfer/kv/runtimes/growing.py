@@ -8,15 +8,7 @@ an indexer.
 from __future__ import annotations
 
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken
-from llminfer.kv.runtimes.records import (
-    Allocation,
-    LayerBytes,
-    Request,
-    Runtime,
-    each_layer,
-    per_token_terms,
-    refuse,
-)
+from llminfer.kv.runtimes.records import Allocation, LayerBytes, Request, each_layer, per_token_terms, refuse
 from llminfer.kv.runtimes.transformers_dynamic import kept_tokens, layer_bytes
 
 BLOCK_TOKENS = 256
@@ -67,12 +59,3 @@ def _layer(layer: LayerKV, request: Request) -> LayerBytes:
 
 def _places(tensor: PerToken, entries: int) -> int:
     return whole_blocks(entries) if tensor.name in _BUFFERED else entries
-
-
-RUNTIME = Runtime(
-    name="llminfer",
-    release="llminfer's --cache growing, on transformers 5.24",
-    summary="buffers in blocks of 256 places; sliding layers stop at window − 1 + 128 tokens, in whole blocks",
-    allocate=allocate,
-    transformers_heads=True,
-)

@@ -11,7 +11,6 @@ from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
     Request,
-    Runtime,
     each_layer,
     per_token_terms,
     state_terms,
@@ -35,11 +34,3 @@ def _layer(layer: LayerKV, request: Request) -> LayerBytes:
         terms=grown + states,
         state_bytes=sum(term.size_bytes for term in states),
     )
-
-
-RUNTIME = Runtime(
-    name="ideal",
-    release="the architecture itself",
-    summary="the least that attention and states need: whole windows, k − 1 conv columns, the model's element type",
-    allocate=allocate,
-)

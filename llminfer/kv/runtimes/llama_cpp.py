@@ -19,7 +19,6 @@ from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
     Request,
-    Runtime,
     check_latent,
     check_no_compression,
     each_layer,
@@ -67,7 +66,7 @@ LATENT_MODEL_TYPES = frozenset(
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:
     """Cells for batch · tokens tokens, a smaller pool for sliding layers, states in float32."""
     check_no_compression("llama.cpp", model, layers)
-    check_latent("llama.cpp", model, layers, LATENT_MODEL_TYPES)
+    check_latent("llama.cpp", model, layers, known=LATENT_MODEL_TYPES)
     _check_blocks(layers, request)
     windowed = model.model_type in WINDOWED_MODEL_TYPES
     rows = each_layer(layers, lambda layer: _layer(layer, request, windowed=windowed))
@@ -98,18 +97,10 @@ def _pad(cells: int) -> int:
 def _check_blocks(layers: tuple[LayerKV, ...], request: Request) -> None:
     for layer in layers:
         # llama_new_context_with_model wants whole blocks in a head; a latent's parts lie in one row
-        row = sum(tensor.dim for tensor in layer.tensors) if layer.kind.startswith("latent") else None
+        row = sum(tensor.dim for tensor in layer.tensors) if layer.latent else None
         for tensor in layer.tensors:
             kind, dim = tensor_type(tensor, request), row or tensor.dim
             if dim % kind.block_elements:
                 raise InvalidParams(
                     f"llama.cpp refuses {kind.name} for heads of {dim}: not whole blocks of {kind.block_elements}"
                 )
-
-
-RUNTIME = Runtime(
-    name="llama.cpp",
-    release="llama.cpp 0c1e57098 (llama-cpp-python 0.3.36)",
-    summary="cells padded to 256, a sliding pool of pad256(window · sequences + ubatch 512), float32 states",
-    allocate=allocate,
-)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.kv.dtypes import ElementType, element_type
@@ -62,10 +64,18 @@ class LayerBytes:
         return sum(term.size_bytes for term in self.terms)
 
 
+class Moment(Enum):
+    """When the bytes differ from those of the steady state."""
+
+    PREFILL = "right after the prompt's forward"
+    STEP = "during the next step, or right after it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """A moment at which more (or other) bytes are held than in the steady state."""
+    """More (or other) bytes than in the steady state, held at one moment."""
 
+    moment: Moment
     name: str
     size_bytes: int
     reason: str
@@ -85,6 +95,9 @@ class Allocation:
     block_tokens: int = 1
 
 
+Allocate: TypeAlias = Callable[[ModelKV, tuple[LayerKV, ...], Request], Allocation]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """A row of the runtime table.
@@ -97,8 +110,7 @@ class Runtime:
 
     name: str
     release: str
-    summary: str
-    allocate: Callable[[ModelKV, tuple[LayerKV, ...], Request], Allocation]
+    allocate: Allocate
     transformers_heads: bool = False
     follows_checkpoint: bool = False
 
@@ -145,12 +157,11 @@ def per_token_terms(
         entries = places(tensor, tensor.entries(tokens=seen, kept=slots))
         key = (tensor.heads, tensor.dim, entries, tensor_type(tensor, request))
         groups.setdefault(key, []).append(tensor.name)
-    latent = layer.kind.startswith("latent")
     terms = []
     for (heads, dim, entries, kind), names in groups.items():
         count = len(names)
         before = [pair for pair in (("B", sequences), (str(count), count)) if pair[1] != 1]
-        used = [*before, *([] if latent else [("h_kv", heads)]), ("d_c" if latent else "d_h", dim)]
+        used = [*before, *([] if layer.latent else [("h_kv", heads)]), ("d_c" if layer.latent else "d_h", dim)]
         terms.append(
             Term(
                 label=layer.kind if len(groups) == 1 else f"{layer.kind} {', '.join(names)}",
@@ -215,13 +226,13 @@ def check_no_compression(runtime: str, model: ModelKV, layers: Iterable[LayerKV]
         raise refuse(runtime, model, f"no rule for the compressed entries of {', '.join(sorted(kinds))} layers")
 
 
-def check_latent(runtime: str, model: ModelKV, layers: Iterable[LayerKV], known: frozenset[str]) -> None:
+def check_latent(runtime: str, model: ModelKV, layers: Iterable[LayerKV], *, known: frozenset[str]) -> None:
     """Refuse a model with a latent that the runtime is not known to keep compressed.
 
     Raises:
         UnsupportedArchitecture: naming the model types whose latent it does keep.
     """
-    if model.model_type not in known and any(layer.kind.startswith("latent") for layer in layers):
+    if model.model_type not in known and any(layer.latent for layer in layers):
         reason = f"it is not known to keep the latent of {model.model_type} compressed"
         raise refuse(runtime, model, reason, hint=f"known: {', '.join(sorted(known))}")
 

@@ -12,19 +12,31 @@ from llminfer.kv.runtimes import (
     transformers_static,
     vllm,
 )
-from llminfer.kv.runtimes.records import Runtime
+from llminfer.kv.runtimes.records import Allocate, Runtime
 
+_TRANSFORMERS = "transformers 5.24"
+# the runtimes whose modelling code is that of transformers, and so the heads that it caches
+_BY_TRANSFORMERS: dict[str, tuple[str, Allocate]] = {
+    "transformers": (f"{_TRANSFORMERS}, DynamicCache", transformers_dynamic.allocate),
+    "transformers-static": (f"{_TRANSFORMERS}, StaticCache", transformers_static.allocate),
+    "transformers-quantized": (f"{_TRANSFORMERS}, QuantizedCache (quanto or HQQ)", transformers_quantized.allocate),
+    "llminfer": (f"llminfer's --cache growing, on {_TRANSFORMERS}", growing.allocate),
+}
+_BY_OTHERS: dict[str, tuple[str, Allocate]] = {
+    "vllm": ("vLLM V1 (0.11 and later)", vllm.allocate),
+    "llama.cpp": ("llama.cpp 0c1e57098 (llama-cpp-python 0.3.36)", llama_cpp.allocate),
+    "ideal": ("the architecture itself", ideal.allocate),
+}
 RUNTIMES: dict[str, Runtime] = {
-    row.name: row
-    for row in (
-        transformers_dynamic.RUNTIME,
-        transformers_static.RUNTIME,
-        transformers_quantized.RUNTIME,
-        growing.RUNTIME,
-        vllm.RUNTIME,
-        llama_cpp.RUNTIME,
-        ideal.RUNTIME,
+    name: Runtime(
+        name=name,
+        release=release,
+        allocate=allocate,
+        transformers_heads=rows is _BY_TRANSFORMERS,
+        follows_checkpoint=name == "vllm",
     )
+    for rows in (_BY_TRANSFORMERS, _BY_OTHERS)
+    for name, (release, allocate) in rows.items()
 }
 
 

@@ -12,9 +12,9 @@ from llminfer.kv.layer import LayerKV, ModelKV, State
 from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
+    Moment,
     Peak,
     Request,
-    Runtime,
     each_layer,
     per_token_terms,
     state_terms,
@@ -69,11 +69,13 @@ def _storage(layers: tuple[LayerKV, ...], rows: tuple[LayerBytes, ...], request:
         return ()
     return (
         Peak(
+            moment=Moment.PREFILL,
             name="storage after prefill",
             size_bytes=prefill,
             reason="what a layer keeps of a prompt is a view of the whole prompt's tensor",
         ),
         Peak(
+            moment=Moment.STEP,
             name="storage after the next step",
             size_bytes=step,
             reason="the step's concatenation frees the prompt's tensor: what was kept and the new token stay",
@@ -99,12 +101,3 @@ def _after_step(layer: LayerKV, request: Request) -> LayerBytes:
     states = tuple(replace(each, shape=(each.elements + each.sliced_off,)) for each in layer.states)
     stored = replace(layer, tensors=grown, states=states)
     return layer_bytes(stored, kept_tokens(layer, request.tokens) + 1, replace(request, tokens=tokens))
-
-
-RUNTIME = Runtime(
-    name="transformers",
-    release="transformers 5.24, DynamicCache",
-    summary="the tensors of the dynamic cache; sliding layers keep window − 1 tokens, latents stay compressed",
-    allocate=allocate,
-    transformers_heads=True,
-)

@@ -19,9 +19,9 @@ from llminfer.kv.layer import LayerKV, ModelKV
 from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
+    Moment,
     Peak,
     Request,
-    Runtime,
     Term,
     bytes_per_element,
     check_no_compression,
@@ -32,6 +32,7 @@ from llminfer.kv.runtimes.records import (
 GROUP_ELEMENTS = 64
 RESIDUAL_TOKENS = 128
 DEFAULT_BITS = 4
+_NOTHING_WAITS = "all N tokens quantized, nothing waiting"
 BITS = {"int2": 2, "int4": 4, "int8": 8}
 
 
@@ -56,8 +57,9 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
     return Allocation(
         layers=rows,
         peaks=(
-            Peak(name="after prefill", size_bytes=prefilled, reason="all N tokens quantized, nothing waiting"),
+            Peak(moment=Moment.PREFILL, name="after prefill", size_bytes=prefilled, reason=_NOTHING_WAITS),
             Peak(
+                moment=Moment.STEP,
                 name="during a step",
                 size_bytes=total + dense,
                 reason="a layer is dequantized in full for its attention, one layer at a time",
@@ -124,12 +126,3 @@ def _terms(
 
 def _dense(layer: LayerKV, request: Request) -> int:
     return request.float_type.size_bytes(request.batch * request.tokens * layer.elements_per_token)
-
-
-RUNTIME = Runtime(
-    name="transformers-quantized",
-    release="transformers 5.24, QuantizedCache (quanto or HQQ)",
-    summary="4 bit (--dtype int2, int8 for others), groups of 64 with scale and zero, up to 127 tokens unquantized",
-    allocate=allocate,
-    transformers_heads=True,
-)

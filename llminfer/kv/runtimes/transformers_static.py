@@ -6,7 +6,7 @@ Source: `StaticLayer` and `StaticSlidingWindowLayer` in `cache_utils.py` of tran
 from __future__ import annotations
 
 from llminfer.kv.layer import LayerKV, ModelKV
-from llminfer.kv.runtimes.records import Allocation, Request, Runtime, check_no_compression, each_layer
+from llminfer.kv.runtimes.records import Allocation, Request, check_no_compression, each_layer
 from llminfer.kv.runtimes.transformers_dynamic import layer_bytes
 
 
@@ -19,12 +19,3 @@ def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> A
 
 def _slots(layer: LayerKV, tokens: int) -> int:
     return tokens if layer.window is None else min(layer.window, tokens)
-
-
-RUNTIME = Runtime(
-    name="transformers-static",
-    release="transformers 5.24, StaticCache",
-    summary="allocated once for N tokens; sliding layers min(window, N)",
-    allocate=allocate,
-    transformers_heads=True,
-)

@@ -22,7 +22,6 @@ from llminfer.kv.runtimes.records import (
     Allocation,
     LayerBytes,
     Request,
-    Runtime,
     Term,
     check_latent,
     check_no_compression,
@@ -88,7 +87,7 @@ def _check(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Non
     if request.k_type.name not in TYPES:
         raise UsageError(f"vllm has no {request.k_type.name} cache", hint=f"known: {', '.join(TYPES)}")
     check_no_compression("vllm", model, layers)
-    check_latent("vllm", model, layers, LATENT_MODEL_TYPES)
+    check_latent("vllm", model, layers, known=LATENT_MODEL_TYPES)
     if any(tensor.name.startswith("index") for layer in layers for tensor in layer.tensors):
         raise refuse("vllm", model, "no rule for the keys of its indexer")
     for whole, part in zip(model.layers, layers, strict=True):
@@ -188,12 +187,3 @@ def _state_bytes(model: ModelKV, layer: LayerKV, request: Request) -> int:
 def _state_type(model: ModelKV, state: State, request: Request) -> ElementType:
     pinned = model.model_type in FLOAT32_STATE_MODEL_TYPES and state.role != "conv"
     return element_type("float32") if pinned else unpinned(state.dtype, request)
-
-
-RUNTIME = Runtime(
-    name="vllm",
-    release="vLLM V1 (0.11 and later)",
-    summary="whole blocks of 16 tokens, windows plus a chunk of prefill, latents once, states padded to a page",
-    allocate=allocate,
-    follows_checkpoint=True,
-)

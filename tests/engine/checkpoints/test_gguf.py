@@ -187,9 +187,7 @@ def test_every_block_type_is_dequantized_as_the_gguf_package_does() -> None:
     rng = np.random.default_rng(0)
     for kind, (block_elements, block_bytes) in conversion.GGML_BLOCK.items():
         raw = rng.integers(0, 256, size=(3, 2 * block_bytes), dtype=np.uint8)
-        tensor = conversion.GgufTensor(
-            name="t", shape=(), ggml_type=kind, type_name="", offset=0, n_elements=6 * block_elements, nbytes=raw.nbytes
-        )
+        tensor = conversion.GgufTensor(name="t", shape=(2 * block_elements, 3), ggml_type=kind, offset=0)
         mine = conversion._dequantized_blocks(torch.from_numpy(raw.reshape(-1)), tensor).numpy()
         with np.errstate(all="ignore"):
             theirs = gguf.dequantize(raw, gguf.GGMLQuantizationType(kind)).reshape(-1)

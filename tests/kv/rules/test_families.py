@@ -15,7 +15,7 @@ from llminfer.errors import LlminferError, UnknownConfigField, UnsupportedArchit
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import FAMILIES, read_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GROUPED = {
     "num_hidden_layers": 2,
     "hidden_size": 64,

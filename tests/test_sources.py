@@ -12,7 +12,7 @@ from huggingface_hub import errors
 
 from llminfer.errors import ModelNotAvailable
 from llminfer.hub import looks_like_path
-from llminfer.kv.sources import find_source, shipped_configs
+from llminfer.sources import find_source, shipped_configs
 
 
 def refusal(kind: type[Exception], status: int) -> Exception:

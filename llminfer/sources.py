@@ -40,12 +40,13 @@ def find_source(argument: str) -> Source:
     if argument == "-":
         if sys.stdin is None:
             raise ModelNotAvailable("cannot read standard input: it is closed")
+        name = "standard input"
         try:
-            config = json_object(sys.stdin.read(MOST_JSON_BYTES + 1), source="standard input")
+            config = json_object(sys.stdin.read(MOST_JSON_BYTES + 1), source=name)
         except UnicodeDecodeError as error:
-            raise ModelNotAvailable(f"standard input is not {error.encoding}") from None
-        refuse_object(config, "standard input")
-        return Source(name="-", config=config)
+            raise ModelNotAvailable(f"{name} is not {error.encoding}") from None
+        refuse_object(config, name)
+        return Source(name=name, config=config)
     path = Path(argument).expanduser()
     if _exists(path):
         if _is_gguf(path):
@@ -67,7 +68,7 @@ def find_source(argument: str) -> Source:
 
 def shipped_configs() -> dict[str, Path]:
     """The configs that come with llminfer, by name: in the wheel inside the package, in a checkout beside it."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent
     for folder in (package / "configs", package.parent / "configs"):
         found = {file.stem: file for file in sorted(folder.glob("*.json"))}
         if found:
