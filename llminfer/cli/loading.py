@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -189,9 +189,18 @@ def _convert(
             return checkpoint_for_gguf(path, generation_defaults=generation_defaults, progress=advance)
 
 
-def no_data() -> AbstractContextManager[object]:
-    """What libraries print while they load is no data, so it goes to standard error."""
-    return redirect_stdout(sys.stderr)
+@contextmanager
+def no_data() -> Iterator[None]:
+    """What libraries print while they load is no data, so it goes to standard error, from Rust and C++ as well."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -278,3 +279,21 @@ def test_a_model_s_text_and_document_are_utf_8_on_any_console(
     assert raw.getvalue() == "ž🐙\n日".encode()
     assert run(["generate", "x", "--raw", "-t", "0", "--json", "-m", str(folder)]) == 0
     assert json.loads(raw.getvalue().removeprefix("ž🐙\n日".encode()))["text"] == "ž🐙\n日"
+
+
+def test_what_a_tokenizer_prints_from_rust_is_no_data(tiny_llama: Path, tmp_path: Path) -> None:
+    """tokenizers says by itself, past Python's streams, that it does not know an option."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    file = model / "tokenizer.json"
+    written = json.loads(file.read_text())
+    written["added_tokens"][0]["no_such_option"] = True
+    file.write_text(json.dumps(written))
+    command = [sys.executable, "-m", "llminfer", "generate", "x", "-m", str(model), "--raw", "-n", "1", "-t", "0", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    plain = subprocess.run(
+        [part if part != str(model) else str(tiny_llama) for part in command], capture_output=True, timeout=120
+    )
+    assert done.returncode == 0
+    assert "no_such_option" in done.stderr
+    assert done.stdout.encode() == plain.stdout

@@ -122,13 +122,16 @@ def test_an_error_at_any_line_ends_one_row_at_most_and_changes_no_token(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next", "gpt2"])
-def test_an_error_at_any_allocation_ends_one_row_at_most_and_changes_no_token(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stride"), [("llama", 1), ("gpt2", 1), ("gemma3_text", 5), ("lfm2", 5), ("qwen3_next", 5)]
+)
+def test_an_error_at_any_allocation_ends_one_row_at_most_and_changes_no_token(name: str, stride: int) -> None:
+    """At each, or in the larger models, whose lines are the same, at one in five."""
     model = tiny(name)
     rows = rows_of(model)
     with Allocations() as clean:
         collect(decode_batch(model, rows, Clock(), batch_size=3))
-    check_each(model, range(clean.count), "memory")
+    check_each(model, range(0, clean.count, stride), "memory")
 
 
 @pytest.mark.parametrize("broken", ["join", "keep", "_forward"])

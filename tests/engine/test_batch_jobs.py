@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llminfer.engine import many
+from llminfer.engine import batch_generate
 from llminfer.engine.batch_generate import run_jobs, run_samples
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
 from llminfer.engine.generate import generate
@@ -47,14 +47,14 @@ def test_bad_words_are_added_to_the_ids_that_are_given(loaded: LoadedModel) -> N
 def test_a_job_that_breaks_in_an_unforeseen_way_is_one_error(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = many.encode_prompt
+    real = batch_generate.encode_prompt
 
     def encode(tokenizer: Any, text: str, **options: Any) -> Any:
         if text == "two":
             raise TypeError("no such thing")
         return real(tokenizer, text, **options)
 
-    monkeypatch.setattr(many, "encode_prompt", encode)
+    monkeypatch.setattr(batch_generate, "encode_prompt", encode)
     results = {
         result.job.line: result for result in run_jobs(loaded, jobs("one", "two", "x"), sampling={}, batch_size=2)
     }

@@ -34,6 +34,8 @@ NEEDS_VALUES = (*LOOKS_AT_VALUES, "xlnet")
 # fields that shape no cache: names, ids, lengths, rates, and parts that are not the language model
 _SHAPES_NOTHING = re.compile(
     r"(^|_)(id|ids|index|labels|id2label|label2id|bos|eos|pad|vocab|vocabulary)($|_)|max_position|^n_positions$|^n_ctx$"
+    # XLNet's for training on pairs of sequences: with it a single one is dropped by the first layer
+    r"|^bi_data$"
     # whether it is a decoder at all has a test of its own
     r"|^is_decoder$|max_seq_len|^output_|return_dict|use_cache|^tie_|is_encoder_decoder|initializer|chunk_size_feed|axial_pos"
     r"|vision|audio|image|video|speech|^rope_|quantization|generation|_map$"

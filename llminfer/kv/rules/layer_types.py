@@ -40,6 +40,9 @@ _KNOWN = frozenset(
     | {COMPRESSED_SPARSE, COMPRESSED_HEAVILY, SPARSE_BLOCKS}
 )
 
+# types whose classes take a longer list of kinds, of which the first count
+_CUT_THEIR_LISTS = frozenset({"deepseek_v4"})
+
 Pattern = Callable[[ConfigView, int], list[str]]
 
 
@@ -52,6 +55,8 @@ def layer_kinds(view: ConfigView, layers: int) -> list[str]:
     listed = view.get("layer_types", "layers_block_type")
     if listed is not None:
         kinds = listed_kinds(view, listed)
+        if view.model_type in _CUT_THEIR_LISTS:
+            kinds = kinds[:layers]
         if len(kinds) != layers:
             raise UnsupportedArchitecture(f"{view.source}: {len(kinds)} layer types for {layers} layers")
     else:
