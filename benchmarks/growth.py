@@ -166,7 +166,7 @@ def measure(model: Any, context: int, *, rounds: int, steps: int, native: Any = 
 
     contenders = {kind: our_contender(model, kind, new(kind), start) for kind in OURS}
     if native is not None:
-        contenders[NATIVE] = our_contender(native.model, "growing", new("growing"), start, native.way)
+        contenders[NATIVE] = our_contender(native.model, "growing", new("growing"), start, native.forward_factory)
     contenders[GENERATE] = generate_contender(model, new("dynamic"), start)
     names = list(contenders)
     for number in range(rounds + 1):

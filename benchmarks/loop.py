@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from llminfer.cli.stream import write_text
+from llminfer.cli.standard_streams import write_text
 from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, find_default_model
 from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 from llminfer.engine.forward.forward import PlainForward

@@ -66,7 +66,7 @@ def test_a_job_that_breaks_in_an_unforeseen_way_is_one_error(
 
 
 def test_a_native_step_that_is_not_taken_is_said_to_be_so(loaded: LoadedModel) -> None:
-    native = replace(loaded, way=lambda *arguments, **options: None)
+    native = replace(loaded, forward_factory=lambda *arguments, **options: None)
     said = "the native step is not taken over a dynamic cache"
     alone = next(generate(native, "a", stop=ONE, cache="dynamic"))
     (result,) = run_jobs(native, jobs("a"), sampling={}, batch_size=1)

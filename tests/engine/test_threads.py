@@ -27,11 +27,11 @@ Run = Callable[[Sequence[int]], list[int]]
 
 def runner(model_type: str, execution: Execution, cache: str) -> Run:
     model = tiny_model(tiny_config(model_type), torch.float32)
-    way = prepare_execution(model, execution, "a model").way
+    factory = prepare_execution(model, execution, "a model").factory
 
     def run(prompt: Sequence[int]) -> list[int]:
         with torch.inference_mode():
-            forward = make_forward(model, options=CacheOptions(kind=cache), factory=way)
+            forward = make_forward(model, options=CacheOptions(kind=cache), factory=factory)
             tokens = [int(forward(prompt).argmax())]
             while len(tokens) < 8:
                 tokens.append(int(forward(tokens[-1:]).argmax()))
