@@ -24,7 +24,6 @@ from llminfer.engine.machine.library_errors import foreign_errors
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.models.support import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
 from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
-from llminfer.engine.text.detokenizer import special_token_ids
 from llminfer.engine.weights.packing import held_parts
 from llminfer.engine.weights.upcast import widen_slow_products
 from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnknownConfigField, UnsupportedArchitecture
@@ -85,7 +84,6 @@ def load(
     _check_asked(cache, speculation, config, name)
     with _loading("tokenizer", checkpoint.tokenizer_folder):
         tokenizer = _load_tokenizer(checkpoint, config, trust_remote_code)
-        special_token_ids(tokenizer)  # some files load and break here
     if draft is not None:
         check_vocabularies(draft.tokenizer, tokenizer, draft_name=draft.name, source=name)
     with _loading("weights", folder, stated=checkpoint.config, doubt=unpredicted):

@@ -57,9 +57,10 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
 
 
 def special_token_ids(tokenizer: Any) -> set[int]:
-    """Ids that `decode(skip_special_tokens=True)` leaves out."""
+    """Ids that `decode(skip_special_tokens=True)` leaves out; a config may name special tokens that have none."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token_id for token_id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    named = {token_id for token_id in tokenizer.all_special_ids if token_id is not None}
+    return named | {token_id for token_id, token in added.items() if token.special}
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llminfer.engine.text.prompt import encode_messages, encode_prompt
 from llminfer.errors import LlminferError, UsageError
@@ -188,3 +191,16 @@ def test_whatever_a_template_raises_is_a_template_error_in_one_line(template: st
         encode_prompt(byte_level_tokenizer(chat_template=template), "ž")
     assert "\n" not in caught.value.message
     assert caught.value.exit_code in (1, 2)
+
+
+def test_a_special_token_that_the_vocabulary_lacks_is_none(tiny_llama: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    file = model / "tokenizer_config.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "bos_token": "", "tokenizer_class": "TokenizersBackend"})
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert None in tokenizer.all_special_ids
+    ids = encode_prompt(tokenizer, "hello", raw=True).ids
+    assert tokenizer.decode(ids, skip_special_tokens=True).endswith("hello")
