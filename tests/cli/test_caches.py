@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilers import needs_torch_compiler
 from tests.tiny_checkpoints import save_tiny_checkpoint
 from tests.tiny_models import tiny_config
 
@@ -82,6 +83,7 @@ def test_the_document_names_the_cache_and_its_bytes(
     assert (cache["measured_bytes"] is None) == (kind == "none")
 
 
+@needs_torch_compiler
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_cache_is_reported_with_its_bits(run_cli: Cli, tmp_path: Path) -> None:
     folder = save_tiny_checkpoint(tmp_path, tiny_config("llama", vocab_size=300, head_dim=32, num_key_value_heads=2))

@@ -9,6 +9,7 @@ import pytest
 
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import read_model
+from tests.compilers import needs_torch_compiler
 
 CONFIG = {
     "vocab_size": 64,
@@ -44,6 +45,7 @@ def cache_bytes(cache: Any) -> int:
     )
 
 
+@needs_torch_compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("backend", "bits"),

@@ -27,6 +27,7 @@ from llminfer.errors import InvalidParams, LlminferError, UnsupportedArchitectur
 from llminfer.kv.quantizers import quantizer
 from llminfer.kv.rules.families import read_model
 from llminfer.params import KV_BITS, SINK_TOKENS, CacheOptions
+from tests.compilers import needs_torch_compiler
 from tests.engine.forward.test_forward import steps_of
 from tests.tiny_checkpoints import save_tiny_checkpoint
 from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
@@ -127,6 +128,7 @@ def wide_llama() -> Any:
     return model
 
 
+@needs_torch_compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", [bits for bits in KV_BITS if bits != 8 or importlib.util.find_spec("hqq")])
 @pytest.mark.parametrize("length", [7, 40])
@@ -139,6 +141,7 @@ def test_a_quantized_cache_gives_the_tokens_of_generate(bits: int, length: int) 
     assert tokens == transformers_tokens(model, prompt, 135, cache_implementation="quantized", cache_config=options)
 
 
+@needs_torch_compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("chunk", [1, 50, 130])
 def test_the_bytes_of_a_quantized_cache_follow_the_chunks(chunk: int) -> None:
