@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -113,13 +114,16 @@ def test_lines_end_with_lf_or_cr_lf_and_a_lone_cr_stays(run_cli: Cli, tiny_llama
 
 
 @pytest.mark.parametrize("suffix", ["", "\n", "\r\n", "\r"])
-def test_a_prompt_file_and_standard_input_follow_the_same_rule(tiny_llama: Path, tmp_path: Path, suffix: str) -> None:
+def test_a_prompt_file_and_standard_input_follow_the_same_rule(
+    run_cli: Cli, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     data = b"\xef\xbb\xbfab" + suffix.encode()
     (tmp_path / "prompt.txt").write_bytes(data)
-    command = [sys.executable, "-m", "llminfer", "generate", "-m", str(tiny_llama), "--raw", "--json", "-n", "1"]
-    for arguments, stdin in ((["--prompt-file", str(tmp_path / "prompt.txt")], b""), (["-"], data)):
-        done = subprocess.run([*command, *arguments], input=stdin, capture_output=True, timeout=300, check=True)
-        assert len(json.loads(done.stdout)["prompt_token_ids"]) == 1 + 2 + (suffix == "\r")
+    for arguments, stdin in (("--prompt-file", tmp_path / "prompt.txt"), b""), (("-",), data):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code, out, _ = run_cli("generate", "-m", tiny_llama, "--raw", "--json", "-n", "1", *arguments)
+        assert code == 0
+        assert len(json.loads(out)["prompt_token_ids"]) == 1 + 2 + (suffix == "\r")
 
 
 # Where prompts come from and results go
