@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 
-TESTS = ("tests/engine/test_native.py", "tests/engine/machine/test_threads.py")
+TESTS = ("tests/engine/test_native.py", "tests/engine/test_threads.py")
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
 # numerical tests take the compiler's own rounding; one processor's instructions are enough
 FLAGS = f"-march=native {SANITIZERS}"

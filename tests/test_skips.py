@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scripts import test_sanitized
 from scripts.test_capabilities import PROCESSORS, TESTS, lesser
 from tests.conftest import MAY_SKIP, ROOT, fail_a_skip
 
@@ -34,8 +35,8 @@ def test_what_is_listed_is_there(nodeid: str) -> None:
     assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_the_runs_on_lesser_processors_are_of_tests_that_are_there() -> None:
-    assert all(Path(ROOT / file).is_file() for file in TESTS)
+def test_the_runs_on_lesser_processors_and_under_sanitizers_are_of_tests_that_are_there() -> None:
+    assert all(Path(ROOT / file).is_file() for file in (*TESTS, *test_sanitized.TESTS))
     for processors in PROCESSORS.values():
         assert next(iter(processors)) == "default"
     assert "default" in lesser()
