@@ -79,6 +79,7 @@ struct IntegerStore {
     std::memcpy(padded, vector + first, filled * sizeof(float));
     float largest = 0, poison = 0;  // which is NaN where a value is no finite number, and is not to be rounded away
     for (long i = 0; i < BLOCK; ++i) largest = std::max(largest, std::fabs(padded[i])), poison += padded[i] * 0.0f;
+    if (poison != 0) std::fill(padded, padded + BLOCK, 0.0f);  // no integer stands for them: the scale carries it
     const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
     int16_t* to = integers.data() + at * BLOCK;
     int32_t sum = 0;
