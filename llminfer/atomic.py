@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -24,9 +25,11 @@ def replacing(target: Path) -> Iterator[Path]:
     in a folder of its own beside the target, since libraries write by way of files of their own naming.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: when it cannot be written, or is there and no file: a device would be gone with all that use it.
     """
     target = Path(os.path.realpath(target))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(target))
     _remove_leftovers(target)
     folder, lock = _locked_folder(target)
     try:

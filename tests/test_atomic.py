@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -99,3 +100,14 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
         thread.join()
     assert target.read_text() in texts
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for target in (pipe, tmp_path / "link", tmp_path):
+        with pytest.raises(OSError, match="it is not a file"), replacing(target):
+            pytest.fail("there is nothing to write to")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]
