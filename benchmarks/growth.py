@@ -70,7 +70,7 @@ def our_contender(model: Any, kind: str, cache: Any, context: int, way: Any = No
     from llminfer.engine.loop import decode
     from llminfer.engine.machine.clock import Clock
     from llminfer.engine.sampling.sampler import make_sampler
-    from llminfer.engine.text.output import Output, StopMatcher
+    from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
     from llminfer.params import CacheOptions, SamplingParams
 
     forward = make_forward(model, options=CacheOptions(kind=kind), cache=cache, cached_ids=[1] * context, factory=way)
@@ -84,8 +84,7 @@ def our_contender(model: Any, kind: str, cache: Any, context: int, way: Any = No
             detokenizer=NoText(),
             matcher=StopMatcher(()),
             eos_ids=frozenset(),
-            max_new_tokens=steps + 1,
-            limit_reason="length",
+            limit=TokenLimit(tokens=steps + 1),
             token_text=str,
         )
         taken, running = [], decode(forward, sample, output, Clock(), prompt_ids=[1], cached=context)

@@ -30,10 +30,10 @@ from llminfer.cli.standard_streams import write_text
 from llminfer.engine.checkpoints.builtin import DEFAULT_GENERATION, find_default_model
 from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
 from llminfer.engine.forward.forward import PlainForward
-from llminfer.engine.generate import make_output
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import make_sampler
+from llminfer.engine.text.output import TokenLimit, make_output
 from llminfer.events import Finished, Step
 from llminfer.params import SamplingParams, StopCriteria
 
@@ -60,7 +60,7 @@ def our_steps(
 ) -> Iterator[Times]:
     """Seconds of each step of our loop by part, its text written as the command writes it."""
     clock = Clock(now=now)
-    output = make_output(loaded, StopCriteria(ignore_eos=True), (10**9, "length"), clock)
+    output = make_output(loaded.tokenizer, StopCriteria(ignore_eos=True), TokenLimit(tokens=10**9), clock)
     sample = make_sampler(params, prompt_ids, torch.device("cpu"))
     events: Generator[Step, None, Finished] = decode(forward, sample, output, clock, prompt_ids=prompt_ids)
     write_text(next(events).text)

@@ -17,6 +17,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "load": "api",
     "generate": "api",
+    "generate_batch": "api",
+    "generate_samples": "api",
+    "Conversation": "engine.conversation",
+    "GenerationRequest": "request",
     "kv_footprint": "api",
     "kv_budget": "api",
     "verify": "api",
@@ -31,14 +35,18 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from llminfer.api import generate, kv_budget, kv_footprint, load, verify
+    from llminfer.api import generate, generate_batch, generate_samples, kv_budget, kv_footprint, load, verify
+    from llminfer.engine.conversation import Conversation
     from llminfer.errors import LlminferError
     from llminfer.events import Finished, Started, Step, Trace
     from llminfer.params import CacheOptions, SamplingParams, StopCriteria
+    from llminfer.request import GenerationRequest
 
 __all__ = [
     "CacheOptions",
+    "Conversation",
     "Finished",
+    "GenerationRequest",
     "LlminferError",
     "SamplingParams",
     "Started",
@@ -47,6 +55,8 @@ __all__ = [
     "Trace",
     "__version__",
     "generate",
+    "generate_batch",
+    "generate_samples",
     "kv_budget",
     "kv_footprint",
     "load",

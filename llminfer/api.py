@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-from llminfer.errors import UnknownConfigField, UnsupportedArchitecture, UsageError
+from llminfer.errors import LlminferError, UnknownConfigField, UnsupportedArchitecture, UsageError
 from llminfer.events import Event
 from llminfer.kv.budget import Budget, budget
 from llminfer.kv.footprint import Footprint, footprint
@@ -18,20 +20,16 @@ from llminfer.kv.query import compare, memory_of
 from llminfer.kv.results import CheckRow
 from llminfer.kv.rules.families import read_model, why_no_rule
 from llminfer.kv.setup import CacheSetup, SetupOptions
-from llminfer.params import (
-    CacheOptions,
-    Execution,
-    SamplingParams,
-    StopCriteria,
-    make_speculation,
-)
+from llminfer.loader import Progress, load_model
+from llminfer.params import Execution, check_range
+from llminfer.request import GenerationRequest, LoadRequest, RequestOptions, as_request, make_request
 from llminfer.sources import Source, find_source
 from llminfer.units import parse_bytes
 
 if TYPE_CHECKING:
+    from llminfer.engine.batch_generate import BatchResult, Samples
     from llminfer.engine.model import LoadedModel
 
-Progress = Callable[[str, int, int], None]
 # what names a model whose cache is sized
 CacheModel: TypeAlias = str | Path | Mapping[str, Any] | Source | ModelKV
 
@@ -50,7 +48,11 @@ def load(
     compiled: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a model with its tokenizer.
+    """Load a model with its tokenizer; nothing is printed, and no library's logging is changed.
+
+        >>> model = load()  # the built-in one
+        >>> model.name, model.context_limit
+        ('SmolLM2-135M-Instruct', 8192)
 
     Args:
         model: a folder, a `.gguf` file (converted once) or a Hub id; the built-in model when not given.
@@ -63,81 +65,125 @@ def load(
         weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
         engine: `transformers`, or `native` for our compiled step.
         compiled: run each token after the prompt through torch.compile, over a static cache.
-        progress: hears of a conversion: stage, done, in all.
+        progress: hears of each stage as `LoadProgress`.
 
     Raises:
         ModelNotAvailable: when there is no such model, or not all of it.
         UnsupportedArchitecture: for a model that does not continue text.
+        UsageError: for a revision of what is not a Hub model, or options that cannot be combined.
         InvalidParams: for a device or dtype that is none.
+        OutOfMemory: when the weights do not fit the device.
     """
-    from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-    from llminfer.engine.load import load as load_checkpoint
-
-    execution = Execution(weights=weights, engine=engine, compiled=compiled)
-    name, folder = _folder_of(model, revision, allow_pickle, trust_remote_code, progress)
-    checkpoint = inspect_checkpoint(
-        folder, tokenizer=Path(tokenizer) if tokenizer is not None else None, allow_pickle=allow_pickle
-    )
-    return load_checkpoint(
-        checkpoint,
-        name=name,
+    request = LoadRequest(
+        model=None if model is None else str(model),
+        revision=revision,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
         device=device,
         dtype=dtype,
+        allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
-        execution=execution,
+        execution=Execution(weights=weights, engine=engine, compiled=compiled),
     )
+    return load_model(request, progress=progress)[0]
 
 
 def generate(
     model: LoadedModel,
-    prompt: str,
+    prompt: str | GenerationRequest,
     *,
-    sampling: SamplingParams | Mapping[str, Any] | None = None,
-    bad_words: Sequence[str] = (),
-    stop: StopCriteria | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    cache: str | CacheOptions | None = None,
-    speculate: str | None = None,
     draft: LoadedModel | None = None,
-    draft_tokens: int | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
+        >>> greedy, stop = {"temperature": 0}, StopCriteria(max_new_tokens=8)
+        >>> started, *steps, finished = generate(load(), "The capital of France?", sampling=greedy, stop=stop)
+        >>> "".join(step.text for step in steps), finished.reason
+        ('The capital of France is Paris.', 'eos')
+        >>> steps[-1].kv_bytes == finished.kv.total_bytes  # measured, predicted
+        True
+
     Args:
         model: from `load`.
-        prompt: the user's text; chat models get it through their template.
-        sampling: all values as `SamplingParams`, or some by name, and the model's own for the rest.
-        bad_words: texts that are never completed.
-        stop: when to end; 256 tokens when not given.
-        system: a system message, for chat models.
-        raw: leave the chat template out.
-        cache: `dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions` for more;
-            when not given, static for a compiled model, growing for the native engine, dynamic for others.
-        speculate: `prompt-lookup` drafts what followed the same ids before; the tokens stay the same.
+        prompt: the user's text, which chat models get through their template; or a whole request.
         draft: a smaller model with the same vocabulary, from `load`, that drafts.
-        draft_tokens: ids to draft for a forward at most.
+        options: those of `RequestOptions`: `sampling` (`SamplingParams`, or some of its values by name, and
+            the model's own for the rest), `bad_words` (texts that are never completed), `stop` (256 tokens
+            when not given), `system` (a system message), `raw` (leave the chat template out), `cache`
+            (`dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions`;
+            when not given, static for a compiled model, growing for the native engine, dynamic for
+            others), `speculate` (`prompt-lookup`; the tokens stay the same), and `draft_tokens`.
 
     Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
-            draft model with another vocabulary.
+        UsageError: before the first event, for a prompt that is empty or longer than the context, options
+            that cannot be combined, or a draft model with another vocabulary.
         InvalidParams: before the first event, for a value out of its range.
         UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
     """
-    from llminfer.engine.generate import generate as generate_events
+    from llminfer.engine.generate import generate as run
 
-    return generate_events(
-        model,
-        prompt,
-        sampling=sampling,
-        bad_words=bad_words,
-        stop=stop,
-        system=system,
-        raw=raw,
-        cache=cache,
-        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
-        draft=draft,
-    )
+    return run(model, as_request(prompt, drafts=draft is not None, **options), draft=draft)
+
+
+def generate_batch(
+    model: LoadedModel,
+    prompts: Iterable[str | GenerationRequest | LlminferError],
+    *,
+    batch_size: int = 8,
+    **options: Unpack[RequestOptions],
+) -> Generator[BatchResult, None, None]:
+    """Run many prompts, several at a time, and yield a `BatchResult` for each when it has ended.
+
+    The tokens of each are in float32 those that it gets alone. A prompt that cannot start has an error in
+    its result and stops nothing.
+
+        >>> asked, stop = ["The capital of France?", "The capital of Italy?"], StopCriteria(max_new_tokens=8)
+        >>> results = generate_batch(load(), asked, stop=stop, sampling={"temperature": 0})
+        >>> [result.trace.text for result in sorted(results, key=lambda result: result.index)]
+        ['The capital of France is Paris.', 'The capital of Italy is Rome.']
+
+    Args:
+        model: from `load`.
+        prompts: texts, or whole requests; read one at a time, when there is room. An error among them comes
+            back as the result in its place.
+        batch_size: prompts that decode together at most.
+        options: as in `generate`, for prompts that are texts.
+
+    Raises:
+        UsageError: for a compiled model, or options that cannot be combined.
+        InvalidParams: for a value out of its range.
+    """
+    from llminfer.engine.batch_generate import generate_batch as run
+
+    check_range("batch_size", batch_size, 1, math.inf)
+    common = make_request(**options)
+    requests = (replace(common, text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
+    return run(model, requests, batch_size=batch_size)
+
+
+def generate_samples(
+    model: LoadedModel, prompt: str | GenerationRequest, count: int, **options: Unpack[RequestOptions]
+) -> Samples:
+    """Several samples of one prompt, which is prefilled once; sample i has the seed of a run of its own plus i.
+
+        >>> samples = generate_samples(load(), "Hi", 2, sampling={"seed": 1}, stop=StopCriteria(max_new_tokens=4))
+        >>> [trace.started.sampling.seed for trace in samples.traces]
+        [1, 2]
+
+    Args:
+        model: from `load`.
+        prompt: as in `generate`.
+        count: samples, all of which decode together.
+        options: as in `generate`.
+
+    Raises:
+        UsageError: for a prompt that is empty or longer than the context, a compiled model, or options that
+            cannot be combined.
+        InvalidParams: for a value out of its range.
+    """
+    from llminfer.engine.batch_generate import generate_samples as run
+
+    return run(model, as_request(prompt, **options), count)
 
 
 def kv_footprint(model: CacheModel, *, tokens: int, **setup: Unpack[SetupOptions]) -> Footprint:
@@ -298,29 +344,3 @@ def _source(model: CacheModel) -> Source:
 
 def _bytes(size: int | str) -> int:
     return parse_bytes(size) if isinstance(size, str) else size
-
-
-def _folder_of(
-    model: str | Path | None,
-    revision: str | None,
-    allow_pickle: bool,
-    trust_remote_code: bool,
-    progress: Progress | None,
-) -> tuple[str, Path]:
-    """A model's name and the folder of its checkpoint, converted or fetched where that is needed."""
-    from llminfer.engine.checkpoints import builtin
-    from llminfer.engine.checkpoints.gguf import checkpoint_for_gguf
-    from llminfer.engine.checkpoints.locate import find_reference
-    from llminfer.hub import fetch_checkpoint
-
-    if model is None:
-        path = builtin.require_default_model()
-        defaults = builtin.DEFAULT_GENERATION
-        return builtin.DEFAULT_MODEL_NAME, checkpoint_for_gguf(path, generation_defaults=defaults, progress=progress)
-    reference = find_reference(str(model), revision=revision)
-    if reference.path is None:
-        folder = fetch_checkpoint(str(model), revision=revision, allow_pickle=allow_pickle, code=trust_remote_code)
-        return str(model), folder
-    if reference.kind == "gguf":
-        return reference.path.stem, checkpoint_for_gguf(reference.path, progress=progress)
-    return reference.path.resolve().name, reference.path

@@ -26,7 +26,8 @@ class Started:
     cannot be predicted or none is kept; `kv_unpredicted` then says why. `reused_tokens` of the
     prompt were in the cache before the run, and the others are fed `prefill_chunk` at a time.
     `draft_cost` is a forward of the draft model over one token, in forwards of the model.
-    `compile_s` went by before the run's clock started, None when nothing was to be compiled.
+    `startup_s` is what came before the run by name (`import`, `convert`, `load`), in seconds; `compile_s`
+    too went by before the run's clock started, None when nothing was to be compiled.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Started:
     weights: str | None = None
     weights_bytes: int | None = None
     weights_parts: Mapping[str, int] | None = None
+    startup_s: Mapping[str, float] = field(default_factory=dict)
     compile_s: float | None = None
     notes: tuple[str, ...] = ()
 

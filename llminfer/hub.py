@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -29,14 +28,7 @@ def looks_like_path(name: str) -> bool:
     )
 
 
-def fetch_checkpoint(
-    name: str,
-    *,
-    revision: str | None = None,
-    allow_pickle: bool = False,
-    code: bool = False,
-    progress: bool = False,
-) -> Path:
+def fetch_checkpoint(name: str, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False) -> Path:
     """The local folder of a Hub model, downloaded unless it is in the Hub's cache already.
 
     Offline (`HF_HUB_OFFLINE=1`) only the cache is looked at. Weights come as safetensors.
@@ -44,7 +36,6 @@ def fetch_checkpoint(
     Args:
         allow_pickle: fetch pickled weights too.
         code: fetch the Python files too; nothing here runs them.
-        progress: show the Hub's own bars on standard error.
 
     Raises:
         ModelNotAvailable: one sentence each for offline, not found, gated, not logged in, no network.
@@ -52,7 +43,6 @@ def fetch_checkpoint(
     """
     from huggingface_hub import constants, snapshot_download
 
-    _quiet(progress=progress)
     patterns = [*_CHECKPOINT_FILES, *(["*.bin"] if allow_pickle else []), *(["*.py"] if code else [])]
     try:
         folder = snapshot_download(
@@ -72,20 +62,10 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
     """
     from huggingface_hub import constants, hf_hub_download
 
-    _quiet(progress=False)
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=constants.HF_HUB_OFFLINE))
     except Exception as error:
         raise _hub_error(error, name, revision) from error
-
-
-def _quiet(*, progress: bool) -> None:
-    """What goes wrong comes as an exception, so the client need not say it too."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if not progress:
-        disable_progress_bars()
 
 
 def _hub_error(error: Exception, name: str, revision: str | None) -> LlminferError:

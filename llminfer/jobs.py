@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llminfer.errors import LlminferError, UsageError
 from llminfer.foreign import parse_json
-from llminfer.params import SAMPLER_FIELDS, SamplingParams, StopCriteria
+from llminfer.params import SAMPLER_FIELDS, SamplingOverrides
+from llminfer.request import GenerationRequest
 from llminfer.text import to_utf8
 
 _OWN_FIELDS = ("id", "prompt", "messages", "system", "max_new_tokens", "stop")
@@ -31,19 +32,14 @@ class Job:
     Attributes:
         line: its line number, from 1.
         id: what its file calls it, else the line number.
-        prompt: its text; None when it has `messages`.
-        messages: a conversation for the chat template.
         digest: of the line as it stands, so that a changed file is noticed.
+        request: what it asks for, over what holds for all lines.
     """
 
     line: int
     id: str
     digest: str
-    prompt: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
-    system: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    stop: StopCriteria = field(default_factory=StopCriteria)
+    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +56,7 @@ class BadLine:
         return str(self.line)
 
 
-def read_jobs(path: Path, defaults: StopCriteria) -> Iterator[Job | BadLine]:
+def read_jobs(path: Path, defaults: GenerationRequest) -> Iterator[Job | BadLine]:
     """The jobs of a file or a pipe in its order; `defaults` hold for lines that state nothing else.
 
     Raises:
@@ -76,15 +72,16 @@ def read_jobs(path: Path, defaults: StopCriteria) -> Iterator[Job | BadLine]:
             yield _read_line(line, number, defaults, is_json=is_json)
 
 
-def _read_line(line: bytes, number: int, defaults: StopCriteria, *, is_json: bool) -> Job | BadLine:
+def _read_line(line: bytes, number: int, defaults: GenerationRequest, *, is_json: bool) -> Job | BadLine:
     digest = hashlib.sha256(line).hexdigest()[:16]
     try:
         text = line.decode("utf-8")
         if not is_json:
-            return Job(line=number, id=str(number), digest=digest, prompt=text, stop=defaults)
+            return Job(line=number, id=str(number), digest=digest, request=replace(defaults, text=text))
         fields = parse_json(text)
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # half an emoji can be escaped, and is no text
-        return _read_object(fields, number, digest, defaults)
+        request = _read_object(fields, defaults)
+        return Job(line=number, id=str(fields.get("id", number)), digest=digest, request=request)
     except LlminferError as error:
         return BadLine(line=number, digest=digest, error=error)
     except ValueError as error:
@@ -100,7 +97,8 @@ _UNREADABLE = {
 }
 
 
-def _read_object(fields: Any, number: int, digest: str, defaults: StopCriteria) -> Job:
+def _read_object(fields: Any, defaults: GenerationRequest) -> GenerationRequest:
+    """What a line asks for; where it is silent, what holds for all lines."""
     if not isinstance(fields, dict):
         raise UsageError("the line is not a JSON object")
     unknown = sorted(fields.keys() - {*_OWN_FIELDS, *_SAMPLING_FIELDS})
@@ -109,19 +107,19 @@ def _read_object(fields: Any, number: int, digest: str, defaults: StopCriteria) 
         raise UsageError(f"the line has the unknown field {unknown[0]!r}", hint=f"known: {known}")
     if ("prompt" in fields) == ("messages" in fields):
         raise UsageError("the line must have prompt or messages, and not both")
-    return Job(
-        line=number,
-        id=str(fields.get("id", number)),
-        digest=digest,
-        prompt=_text(fields, "prompt"),
-        messages=_messages(fields.get("messages")),
-        system=_text(fields, "system"),
-        sampling=_sampling(fields),
-        stop=StopCriteria(
-            max_new_tokens=fields.get("max_new_tokens", defaults.max_new_tokens),
-            stop=(*defaults.stop, *_stops(fields.get("stop", ()))),
-            ignore_eos=defaults.ignore_eos,
-            max_time_s=defaults.max_time_s,
+    messages = _messages(fields.get("messages"))
+    # a system message for all lines is for prompts; a conversation has its own, or none
+    common = defaults.system if messages is None else None
+    return replace(
+        defaults,
+        text=_text(fields, "prompt") or "",
+        messages=messages,
+        system=_text(fields, "system") or common,
+        sampling=_sampling(fields).over(defaults.sampling),
+        stop=replace(
+            defaults.stop,
+            max_new_tokens=fields.get("max_new_tokens", defaults.stop.max_new_tokens),
+            stop=(*defaults.stop.stop, *_stops(fields.get("stop", ()))),
         ),
     )
 
@@ -152,13 +150,12 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of a line that are stated, made of what they may be made of."""
-    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
-    biases = sampling.get("logit_bias", {})
-    if not isinstance(biases, dict) or not all(key.isdecimal() for key in biases):
-        raise UsageError("logit_bias is not an object of ids and numbers")
-    if biases:
-        sampling["logit_bias"] = {int(key): bias for key, bias in biases.items()}
-    SamplingParams(**sampling)  # which refuses what is out of range
-    return sampling
+def _sampling(fields: Mapping[str, Any]) -> SamplingOverrides:
+    """The sampling fields of a line, made of what they may be made of."""
+    stated: dict[str, Any] = {name: fields.get(name) for name in _SAMPLING_FIELDS}
+    biases = stated["logit_bias"]
+    if biases is not None:
+        if not isinstance(biases, dict) or not all(key.isdecimal() for key in biases):
+            raise UsageError("logit_bias is not an object of ids and numbers")
+        stated["logit_bias"] = {int(key): bias for key, bias in biases.items()}
+    return SamplingOverrides(**stated)

@@ -6,11 +6,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from llminfer.errors import InvalidParams, UsageError
+from llminfer.exclusions import check_together
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHES = ("dynamic", "growing", "static", "quantized", "none")
@@ -115,6 +117,71 @@ SAMPLER_FIELDS = (*(name for name in SAMPLING_RANGES if name != "seed"), "logit_
 NEVER_FROM_MODEL = frozenset({"seed", "logprobs", "logit_bias"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOverrides:
+    """What a run states of its sampling; where it is None the model's own value holds, then the default.
+
+    Attributes:
+        bad_words: sequences of ids, as in `SamplingParams`, whose other fields are these.
+        bad_texts: texts that are never completed.
+
+    Raises:
+        InvalidParams: for a value out of its range.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_new_tokens: int | None = None
+    logprobs: int | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        SamplingParams(**self.stated())
+
+    def stated(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that are stated."""
+        values = {name: getattr(self, name) for name in SAMPLER_FIELDS}
+        return {name: value for name, value in values.items() if value is not None and value != ()}
+
+    def over(self, other: SamplingOverrides) -> SamplingOverrides:
+        """These laid over others: what must not be said adds up, of all else these come first."""
+        return replace(
+            other,
+            **self.stated(),
+            bad_words=(*other.bad_words, *self.bad_words),
+            bad_texts=(*other.bad_texts, *self.bad_texts),
+        )
+
+
+Sampling: TypeAlias = SamplingParams | SamplingOverrides | Mapping[str, Any] | None
+
+
+def read_sampling(sampling: Sampling = None, bad_texts: Sequence[str] = ()) -> SamplingOverrides:
+    """What a caller states: all values as `SamplingParams`, some as `SamplingOverrides`, or some by name.
+
+    Raises:
+        InvalidParams: for a name that is none, or a value out of its range.
+    """
+    if isinstance(sampling, SamplingParams):
+        sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
+    if not isinstance(sampling, SamplingOverrides):
+        stated = {name: value for name, value in (sampling or {}).items() if value is not None}
+        known = [field.name for field in fields(SamplingOverrides)]
+        for name in stated.keys() - set(known):
+            raise InvalidParams(f"sampling has no {name!r}", hint=f"known: {', '.join(known)}")
+        sampling = SamplingOverrides(**stated)
+    return replace(sampling, bad_texts=(*sampling.bad_texts, *bad_texts)) if bad_texts else sampling
+
+
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `InvalidParams` naming the value and its range unless it is a finite number inside it.
 
@@ -140,7 +207,7 @@ class StopCriteria:
         stop: texts that end the run when they appear in the output; they are not printed. One that names a
             special token ends it at that token.
         stop_from_model: these are the model's own, since none were asked for.
-        ignore_eos: generate on over EOS tokens.
+        ignore_eos: keep generating past EOS tokens.
         max_time_s: end after the token at which so many seconds have passed since tokenizing began.
 
     Raises:
@@ -173,7 +240,7 @@ class CacheOptions:
         file: reuse what this file has of the prompt, and keep the run's cache there.
 
     Raises:
-        UsageError: for an unknown kind, or options that do not go together.
+        UsageError: for an unknown kind, or options that cannot be combined.
         InvalidParams: for a value out of its range.
     """
 
@@ -184,24 +251,26 @@ class CacheOptions:
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in CACHES:
-            raise UsageError(f"--cache {self.kind}: unknown", hint=f"one of {', '.join(CACHES)}")
-        if self.bits is not None and self.bits not in KV_BITS:
-            raise UsageError(f"--kv-bits {self.bits}: unknown", hint=f"one of {', '.join(map(str, KV_BITS))}")
-        if self.bits is not None and self.kind != "quantized":
-            raise UsageError("--kv-bits is for the quantized cache", hint="add --cache quantized, or drop it")
+        check_known("--cache", self.kind, CACHES)
+        if self.bits is not None:
+            check_known("--kv-bits", self.bits, KV_BITS)
         if self.window is not None:
             check_range("--kv-window", self.window, SINK_TOKENS + 1, math.inf)
-            if self.kind != "dynamic":
-                raise UsageError(f"--kv-window does not go with --cache {self.kind}", hint="drop one of them")
         if self.prefill_chunk is not None:
             check_range("--prefill-chunk", self.prefill_chunk, 1, math.inf)
-            if self.kind == "none":
-                raise UsageError("--prefill-chunk needs a cache", hint="drop --cache none")
+        check_together(self.given())
         if self.file is not None:
-            if self.kind in ("none", "quantized"):
-                raise UsageError(f"--prompt-cache does not go with --cache {self.kind}", hint="drop one of them")
             check_writable("--prompt-cache", self.file)
+
+    def given(self) -> frozenset[str]:
+        """The options that ask for it, for `check_together`."""
+        stated = {
+            "--kv-bits": self.bits,
+            "--kv-window": self.window,
+            "--prefill-chunk": self.prefill_chunk,
+            "--prompt-cache": self.file,
+        }
+        return frozenset({f"--cache {self.kind}", *(name for name, value in stated.items() if value is not None)})
 
     @property
     def name(self) -> str:
@@ -219,7 +288,7 @@ class Execution:
         compiled: run each token after the prompt through torch.compile, over a static cache.
 
     Raises:
-        UsageError: for an unknown format or engine, or options that do not go together.
+        UsageError: for an unknown format or engine, or options that cannot be combined.
     """
 
     weights: str | None = None
@@ -227,15 +296,17 @@ class Execution:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        if self.weights is not None and self.weights not in WEIGHTS:
-            raise UsageError(f"--weights {self.weights}: unknown", hint=f"one of {', '.join(WEIGHTS)}")
-        if self.engine not in ENGINES:
-            raise UsageError(f"--engine {self.engine}: unknown", hint=f"one of {', '.join(ENGINES)}")
-        if self.compiled and self.engine != "transformers":
-            raise UsageError(f"--compile and --engine {self.engine}: these do not go together", hint="drop one of them")
+        if self.weights is not None:
+            check_known("--weights", self.weights, WEIGHTS)
+        check_known("--engine", self.engine, ENGINES)
+        check_together(self.given())
+
+    def given(self) -> frozenset[str]:
+        """The options that ask for it, for `check_together`."""
+        return frozenset({f"--engine {self.engine}", *(["--compile"] if self.compiled else [])})
 
     def check_placed(self, *, device: str, dtype: str) -> None:
-        """Refuse a device or an element type that the weights' format does not go with.
+        """Refuse a device or an element type that the weights' format cannot be combined with.
 
         Raises:
             UsageError: naming both.
@@ -260,19 +331,6 @@ class Execution:
         """The format that linear layers are packed in, None when they stay as they are."""
         return self.weights or ("float32" if self.engine == "native" else None)
 
-    def check_cache(self, options: CacheOptions) -> None:
-        """Refuse a cache that does not go with this way of running.
-
-        Raises:
-            UsageError: naming the options.
-        """
-        if self.compiled and options.kind != "static":
-            other = f"--cache {options.kind}" if options.window is None else "--kv-window"
-            raise UsageError(
-                f"--compile and {other}: these do not go together",
-                hint=f"drop {other.split()[0]}: a compiled run keeps a static cache",
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
@@ -292,30 +350,23 @@ class Speculation:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
 
     def __post_init__(self) -> None:
-        if self.kind not in SPECULATIONS:
-            raise UsageError(f"--speculate {self.kind}: unknown", hint=f"one of {', '.join(SPECULATIONS)}")
+        check_known("--speculate", self.kind, SPECULATIONS)
         check_range("--draft-tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
 
+    @property
+    def option(self) -> str:
+        """What asks for it on the command line."""
+        return "--draft" if self.kind == "draft-model" else "--speculate"
 
-def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int | None) -> Speculation | None:
-    """What the options of a run ask for, None for no speculation; `drafts` when a draft model is given.
+
+def check_known(option: str, value: object, known: Sequence[object]) -> None:
+    """Refuse a value that is not one of those known.
 
     Raises:
-        UsageError: for an unknown kind, or options that do not go together.
-        InvalidParams: for a number of tokens out of its range.
+        UsageError: naming the option and what it may be.
     """
-    if speculate is not None and drafts:
-        raise UsageError("--speculate and --draft: these do not go together", hint="drop one of them")
-    if speculate is not None and speculate not in LOOKUPS:
-        raise UsageError(
-            f"--speculate {speculate}: unknown", hint=f"one of {', '.join(LOOKUPS)}; --draft MODEL for a model"
-        )
-    kind = "draft-model" if drafts else speculate
-    if kind is None:
-        if draft_tokens is not None:
-            raise UsageError("--draft-tokens is for speculation", hint="add --speculate prompt-lookup or --draft MODEL")
-        return None
-    return Speculation(kind=kind, draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
+    if value not in known:
+        raise UsageError(f"{option} {value}: unknown", hint=f"one of {', '.join(map(str, known))}")
 
 
 def check_writable(option: str, file: Path, *, streams: bool = False) -> None:

@@ -102,9 +102,9 @@ def read_weights(folder: Path) -> None:
 def read_prompts(folder: Path) -> None:
     """The lines of a batch."""
     from llminfer.jobs import BadLine, read_jobs
-    from llminfer.params import StopCriteria
+    from llminfer.request import GenerationRequest
 
-    for job in read_jobs(folder / "prompts.jsonl", StopCriteria()):
+    for job in read_jobs(folder / "prompts.jsonl", GenerationRequest()):
         if isinstance(job, BadLine):
             _check_error(job.error)
 
@@ -126,12 +126,13 @@ def read_adapter(folder: Path) -> None:
 def load_folder(folder: Path) -> None:
     """A checkpoint as `generate` loads it, up to the first forward."""
     from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-    from llminfer.engine.generate import effective_sampling
     from llminfer.engine.load import load
+    from llminfer.engine.sampling.resolve import effective_sampling
     from llminfer.engine.text.prompt import encode_prompt
+    from llminfer.params import SamplingOverrides
 
     loaded = load(inspect_checkpoint(folder), device="cpu")
-    effective_sampling({}, loaded.generation_defaults)
+    effective_sampling(SamplingOverrides(), loaded.generation_defaults)
     encode_prompt(loaded.tokenizer, "a b", system="c" if loaded.tokenizer.chat_template else None)
 
 

@@ -16,7 +16,7 @@ from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import make_sampler
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.events import Finished, Step
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import ModelKV
@@ -120,8 +120,7 @@ def output_of(limit: int) -> Output:
         detokenizer=NoText(),
         matcher=StopMatcher(()),
         eos_ids=frozenset(),
-        max_new_tokens=limit,
-        limit_reason="length",
+        limit=TokenLimit(tokens=limit),
         token_text=str,
     )
 

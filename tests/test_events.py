@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import Draw
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.events import Finished, Started, Step, Trace, percentile
 from llminfer.params import SamplingParams, StopCriteria
 
@@ -81,8 +81,7 @@ def scripted_run(
         detokenizer=NoText(),
         matcher=StopMatcher(()),
         eos_ids=eos,
-        max_new_tokens=limit,
-        limit_reason="length",
+        limit=TokenLimit(tokens=limit),
         token_text=str,
     )
     trace = Trace()

@@ -118,8 +118,7 @@ def make_generate(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
 
 def make_llminfer(contender: Mapping[str, Any]) -> tuple[Run, dict[str, Any]]:
     """Our loop with all that a user gets: sampler, text and events. The first step's forward is the prefill."""
-    from llminfer.api import load
-    from llminfer.engine.generate import generate
+    from llminfer.api import generate, load
     from llminfer.events import Trace
     from llminfer.params import CacheOptions, SamplingParams, StopCriteria
 

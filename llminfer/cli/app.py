@@ -18,7 +18,7 @@ from llminfer.cli.chat import chat
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, as_ours, report, say
 from llminfer.cli.generate import generate
 from llminfer.cli.kv_size import kv_size
-from llminfer.cli.standard_streams import check_stdout, set_up_streams, write_text
+from llminfer.cli.standard_streams import check_stdout, quiet_libraries, set_up_streams, write_text
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
 from llminfer.units import to_json
 
@@ -125,8 +125,10 @@ for _name, _command in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     set_up_streams()
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    quiet_libraries(bars=sys.stderr.isatty() and arguments[:1] != ["kv-size"])
+    code = run(arguments)
     # all is said: Ctrl-C while the interpreter takes itself apart would only change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "torch" in sys.modules and not _is_watched():

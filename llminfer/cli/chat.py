@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +14,13 @@ import typer
 from llminfer.cli import options
 from llminfer.cli.chat_input import Reader, make_reader
 from llminfer.cli.errors import report, say
-from llminfer.cli.loading import ModelChoice, check_choice, check_known, load_model, load_with_draft
-from llminfer.cli.options import check_flags
+from llminfer.cli.loading import load as load_models
 from llminfer.cli.standard_streams import write_text
 from llminfer.cli.stream import stream, text_of
 from llminfer.errors import LlminferError, UsageError
-from llminfer.params import CacheOptions, Execution, Speculation, StopCriteria, make_speculation
+from llminfer.exclusions import check_together
+from llminfer.params import CacheOptions, Execution, StopCriteria, check_known, check_range
+from llminfer.request import GenerationRequest, LoadRequest, make_speculation
 from llminfer.transcript import Message, Transcript, read_transcript, write_transcript
 
 if TYPE_CHECKING:
@@ -64,15 +66,23 @@ def chat(
     ends the chat, Alt-Enter begins a new line, /help lists the commands. From a pipe, each line is a
     message, and the exit code is that of the first error.
     """
-    flags = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    choice = ModelChoice(
+    sampling = options.read_sampling(
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+    )
+    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)
+    execution = Execution(weights=weights, engine=engine, compiled=compiled)
+    if cache is not None:
+        check_known("--cache", cache, ("dynamic", "growing", "none"))
+    given = {"--system": system is not None, "--load": load is not None}
+    check_together({"chat", *(option for option, is_given in given.items() if is_given), *execution.given()})
+    choice = LoadRequest(
         model=model,
         revision=revision,
         tokenizer=tokenizer,
@@ -80,65 +90,31 @@ def chat(
         dtype=dtype,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
-        verbose=not quiet,
-        execution=Execution(weights=weights, engine=engine, compiled=compiled),
+        execution=execution,
     )
-    check_flags(flags, max_new_tokens)
-    check_choice(choice)
-    if cache is not None:
-        check_known("--cache", cache, ("dynamic", "growing", "none"))
-    if compiled:
-        raise UsageError(
-            "chat and --compile: these do not go together", hint="drop --compile, which needs a fixed cache"
-        )
-    speculation = make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens)
-    if system is not None and load is not None:
-        raise UsageError("two beginnings: --system and --load", hint="give one of them")
+    request = GenerationRequest(
+        sampling=sampling,
+        stop=StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos),
+        cache=CacheOptions(kind=cache or execution.default_cache),
+        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+    )
     begin = _system_messages(system)
-    stop_criteria = StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
     transcript = read_transcript(load) if load is not None else None
     read = make_reader()
-    session = _start(choice, flags, stop_criteria, cache, begin, debug, speculation, draft)
+    small = choice.of_draft(draft) if draft is not None else None
+    loaded, drafts = load_models(
+        choice, verbose=not quiet, cache=request.cache, speculation=request.speculation, draft=small
+    )
+    from llminfer.engine.conversation import Conversation
+
+    conversation = Conversation(loaded, request, messages=begin, draft=drafts)
+    session = _Session(conversation=conversation, model=loaded.name, begin=begin, verbose=not quiet, debug=debug)
+    element = str(loaded.dtype).removeprefix("torch.")
+    context = f"context of {loaded.context_limit} tokens" if loaded.context_limit else "no stated context limit"
+    session.say(f"{loaded.name} · {loaded.device} · {element} · {context} · /help lists the commands")
     if transcript is not None:
         session.go_on_with(transcript)
     return _talk(session, read)
-
-
-def _start(
-    choice: ModelChoice,
-    flags: Mapping[str, float | None],
-    stop: StopCriteria,
-    cache: str | None,
-    begin: tuple[Message, ...],
-    debug: bool,
-    speculation: Speculation | None,
-    draft_name: str | None,
-) -> _Session:
-    """Load the model and say what it is."""
-    startup_s: dict[str, float] = {}
-    kind = CacheOptions(kind=cache or choice.execution.default_cache)
-    draft = None
-    if speculation is not None and draft_name is not None:
-        loaded, draft = load_with_draft(choice, draft_name, startup_s, cache=kind, speculation=speculation)
-    else:
-        loaded = load_model(choice, startup_s, cache=kind, speculation=speculation)
-    from llminfer.engine.conversation import Conversation
-
-    conversation = Conversation(
-        loaded, sampling=flags, stop=stop, cache=cache, messages=begin, speculation=speculation, draft=draft
-    )
-    session = _Session(
-        conversation=conversation,
-        model=loaded.name,
-        begin=begin,
-        startup_s=startup_s,
-        verbose=choice.verbose,
-        debug=debug,
-    )
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    context = f"context of {loaded.context_limit} tokens" if loaded.context_limit else "no stated context limit"
-    session.say(f"{loaded.name} · {loaded.device} · {dtype} · {context} · /help lists the commands")
-    return session
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +124,6 @@ class _Session:
     conversation: Conversation
     model: str
     begin: tuple[Message, ...]
-    startup_s: Mapping[str, float]
     verbose: bool
     debug: bool
     last: Trace | None = None
@@ -286,7 +261,7 @@ def _stats(session: _Session, argument: str) -> None:
     if session.last is None:
         raise UsageError("nothing was answered yet")
     console = make_console(sys.stderr)
-    for line in summary(session.last, session.startup_s):
+    for line in summary(session.last):
         console.print(line)
 
 

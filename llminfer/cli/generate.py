@@ -7,31 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from llminfer.cli import options
-from llminfer.cli.loading import ModelChoice, check_choice
-from llminfer.cli.options import check_flags
 from llminfer.cli.prompts import ManyPrompts
-from llminfer.cli.running import Request, Shown, run, run_many
+from llminfer.cli.running import Command, Shown, run, run_many, run_samples
 from llminfer.cli.standard_streams import read_stdin
 from llminfer.errors import InvalidParams, UsageError
+from llminfer.exclusions import check_together
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import (
-    DEFAULT_KV_BITS,
-    MAX_BIAS,
-    CacheOptions,
-    Execution,
-    StopCriteria,
-    check_range,
-    make_speculation,
-)
+from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, Execution, StopCriteria, check_range
+from llminfer.request import GenerationRequest, LoadRequest, make_speculation
 from llminfer.text import decode_text, without_line_end
-
-if TYPE_CHECKING:
-    pass
 
 
 def generate(
@@ -149,60 +138,85 @@ def generate(
 
     The text goes to standard output, the summary to standard error.
     """
-    flags = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "typical_p": typical_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "min_new_tokens": min_new_tokens,
-        "logprobs": logprobs,
-        "seed": seed,
-    }
-    check_flags(flags, max_new_tokens)
+    sampling = options.read_sampling(
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "typical_p": typical_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "min_new_tokens": min_new_tokens,
+            "logprobs": logprobs,
+            "seed": seed,
+        },
+        logit_bias=parse_logit_bias(logit_bias or []) or None,
+        bad_texts=tuple(bad_words or ()),
+    )
+    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)
+    check_range("--num-samples", num_samples, 1, 1024)
     execution = Execution(weights=weights, engine=engine, compiled=compiled)
     # several sequences share a dynamic cache, and a window is kept in one of its own
     plain = prompts is not None or num_samples > 1 or kv_window is not None
-    request = Request(
-        flags={**flags, "logit_bias": parse_logit_bias(logit_bias or []) or None},
-        system=system,
-        raw=raw,
-        choice=ModelChoice(
-            model=model,
-            revision=revision,
-            tokenizer=tokenizer,
-            device=device,
-            dtype=dtype,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-            verbose=not quiet and not json_output,
-            execution=execution,
-        ),
-        output=Shown(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
-        bad_words=tuple(bad_words or ()),
-        num_samples=num_samples,
-        many=ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume),
-        caching=CacheOptions(
-            kind=cache or ("dynamic" if plain else execution.default_cache),
-            bits=kv_bits,
-            window=kv_window,
-            prefill_chunk=prefill_chunk,
-            file=prompt_cache,
-        ),
-        stop=StopCriteria(
-            max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
-        ),
-        speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
-        draft=draft,
+    caching = CacheOptions(
+        kind=cache or ("dynamic" if plain else execution.default_cache),
+        bits=kv_bits,
+        window=kv_window,
+        prefill_chunk=prefill_chunk,
+        file=prompt_cache,
     )
-    _check(request)
+    given = {
+        "a prompt": prompt is not None,
+        "--prompt-file": prompt_file is not None,
+        "--prompts": prompts is not None,
+        "--num-samples": num_samples > 1,
+        "--output": output_file is not None,
+        "--resume": resume,
+        "--json": json_output,
+        "--steps": steps,
+        "--echo": echo,
+        "--print-token-ids": print_token_ids,
+        "--logprobs": bool(logprobs),
+        "--speculate": speculate is not None,
+        "--draft": draft is not None,
+    }
+    check_together({*(option for option, is_given in given.items() if is_given), *caching.given(), *execution.given()})
+    if caching.kind == "quantized":
+        quantizer(caching.bits or DEFAULT_KV_BITS)
+    load = LoadRequest(
+        model=model,
+        revision=revision,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+        execution=execution,
+    )
+    command = Command(
+        load=load,
+        draft=load.of_draft(draft) if draft is not None else None,
+        request=GenerationRequest(
+            system=system,
+            raw=raw,
+            sampling=sampling,
+            stop=StopCriteria(
+                max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
+            ),
+            cache=caching,
+            speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
+        ),
+        shown=Shown(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
+        debug=debug,
+    )
     if prompts is not None:
-        request.many.check(given_prompt=prompt is not None or prompt_file is not None)
-        return run_many(request)
-    return run(replace(request, text=read_prompt(prompt, prompt_file)), debug=debug)
+        many = ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume)
+        many.check()
+        return run_many(command, many)
+    command = replace(command, request=replace(command.request, text=read_prompt(prompt, prompt_file)))
+    return run(command) if num_samples == 1 else run_samples(command, num_samples)
 
 
 def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
@@ -223,82 +237,14 @@ def parse_logit_bias(texts: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _check(request: Request) -> None:
-    """Refuse what cannot be combined, before anything is loaded."""
-    check_choice(request.choice)
-    _check_output(request)
-    _check_caching(request)
-    _check_speculation(request)
-
-
-def _check_output(request: Request) -> None:
-    output = request.output
-    check_range("--num-samples", request.num_samples, 1, 1024)
-    contradictions = {
-        "--json and --steps": output.json and output.steps,
-        "--json and --echo": output.json and output.echo,
-        "--json and --print-token-ids": output.json and output.token_ids,
-        "--echo and --print-token-ids": output.echo and output.token_ids,
-        "--logprobs without --json": bool(request.flags.get("logprobs")) and not output.json,
-        "--num-samples and --steps": request.num_samples > 1 and output.steps,
-        "--prompts and --num-samples": request.many.file is not None and request.num_samples > 1,
-        "--prompts and --steps": request.many.file is not None and output.steps,
-        "--prompts and --echo": request.many.file is not None and output.echo,
-        "--prompts and --print-token-ids": request.many.file is not None and output.token_ids,
-        "--output without --prompts": request.many.output is not None and request.many.file is None,
-        "--resume without --output": request.many.resume and request.many.output is None,
-    }
-    for what, present in contradictions.items():
-        if present:
-            raise UsageError(f"{what}: these do not go together", hint="drop one of them, or add what is missing")
-
-
-def _check_caching(request: Request) -> None:
-    """Several sequences share one dynamic cache: what is said about another one, or needs one, is for a single run."""
-    caching = request.caching
-    asked = {
-        "--engine native": request.choice.execution.engine == "native",
-        "--compile": request.choice.execution.compiled,
-        f"--cache {caching.kind}": caching.kind != "dynamic",
-        "--kv-window": caching.window is not None,
-        "--prefill-chunk": caching.prefill_chunk is not None,
-        "--prompt-cache": caching.file is not None,
-    }
-    several = {"--prompts": request.many.file is not None, "--num-samples": request.num_samples > 1}
-    for flag in (name for name, given in several.items() if given):
-        for option in (name for name, given in asked.items() if given):
-            raise UsageError(f"{flag} and {option}: these do not go together", hint="drop one of them")
-    if caching.kind == "quantized":
-        quantizer(caching.bits or DEFAULT_KV_BITS)
-    request.choice.execution.check_cache(caching)
-
-
-def _check_speculation(request: Request) -> None:
-    """Drafts are for a single run, on a cache that can be cut back."""
-    if request.speculation is None:
-        return
-    flag = "--draft" if request.draft is not None else f"--speculate {request.speculation.kind}"
-    others = {
-        "--prompts": request.many.file is not None,
-        "--num-samples": request.num_samples > 1,
-        "--cache quantized": request.caching.kind == "quantized",
-        "--kv-window": request.caching.window is not None,
-        "--compile": request.choice.execution.compiled,
-    }
-    for other in (name for name, given in others.items() if given):
-        raise UsageError(f"{flag} and {other}: these do not go together", hint="drop one of them")
-
-
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt's text. Standard input is read only for `-`, or when it is no terminal and nothing else is given.
 
     One line break at the end of a file or of standard input is not part of the prompt.
 
     Raises:
-        UsageError: for two prompts, none, or one that is not UTF-8.
+        UsageError: for no prompt, or one that is not UTF-8.
     """
-    if prompt is not None and prompt_file is not None:
-        raise UsageError("two prompts: an argument and --prompt-file", hint="give one of them")
     if prompt_file is not None:
         try:
             return without_line_end(decode_text(prompt_file.read_bytes(), str(prompt_file)))

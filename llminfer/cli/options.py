@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from llminfer.params import SAMPLING_RANGES, SamplingParams, check_range
+from llminfer.params import SAMPLING_RANGES, SamplingOverrides, check_range
 
 ModelName = Annotated[
     str | None,
@@ -52,7 +51,7 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate on over EOS tokens.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Keep generating past EOS tokens.")]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")]
 Weights = Annotated[
@@ -89,15 +88,13 @@ TrustRemoteCode = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
 
 
-def check_flags(flags: Mapping[str, float | None], max_new_tokens: int) -> None:
-    """Refuse values out of range by the flag's own name, before anything is loaded.
+def read_sampling(flags: Mapping[str, Any], **others: Any) -> SamplingOverrides:
+    """What the flags state of the sampling; `others` are fields of it that are not numbers.
 
     Raises:
         InvalidParams: naming the flag and its range.
     """
-    for name, (low, high) in SAMPLING_RANGES.items():
-        value = flags.get(name)
+    for name, value in flags.items():
         if value is not None:
-            check_range(f"--{name.replace('_', '-')}", value, low, high)
-    SamplingParams(**cast(dict[str, Any], {name: value for name, value in flags.items() if value is not None}))
-    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)
+            check_range(f"--{name.replace('_', '-')}", value, *SAMPLING_RANGES[name])
+    return SamplingOverrides(**flags, **others)

@@ -14,11 +14,12 @@ from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, say, writing
 from llminfer.cli.standard_streams import write_text
 from llminfer.errors import LlminferError, UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
-from llminfer.params import StopCriteria, check_range, check_writable
+from llminfer.params import check_range, check_writable
+from llminfer.request import GenerationRequest
 from llminfer.units import to_json
 
 if TYPE_CHECKING:
-    from llminfer.engine.batch_generate import JobResult
+    from llminfer.engine.batch_generate import BatchResult
 
 _OTHER_OUTPUT = "name another --output"
 
@@ -33,28 +34,26 @@ class Interrupt(Protocol):
 class ManyPrompts:
     """What `--prompts` was given with: where jobs come from and where results go."""
 
-    file: Path | None
+    file: Path
     batch_size: int
     output: Path | None
     resume: bool
 
-    def check(self, *, given_prompt: bool) -> None:
-        """Refuse what contradicts itself, before anything is loaded.
+    def check(self) -> None:
+        """Refuse what cannot be read or written, before anything is loaded.
 
         Raises:
-            UsageError: for a prompt beside the file, a file that is not there, or an output that would be lost.
+            UsageError: for a file that is not there, or an output that would be lost.
         """
         check_range("--batch-size", self.batch_size, 1, 4096)
-        if given_prompt:
-            raise UsageError("two prompts: an argument and --prompts", hint="give one of them")
-        if self.file is None or not self.file.exists():
+        if not self.file.exists():
             raise UsageError(f"cannot read --prompts {self.file}: no such file")
         if self.output is not None:
             check_writable("--output", self.output, streams=not self.resume)
             if self.output.exists() and not self.resume and self.output.stat().st_size:
                 raise UsageError(f"{self.output} exists", hint=f"--resume goes on with it; or {_OTHER_OUTPUT}")
 
-    def jobs(self, defaults: StopCriteria, settings: str) -> list[Job | BadLine]:
+    def jobs(self, defaults: GenerationRequest, settings: str) -> list[Job | BadLine]:
         """The jobs that are still to do.
 
         Args:
@@ -63,8 +62,6 @@ class ManyPrompts:
         Raises:
             UsageError: when the file has none, or is not the one that the output was made from, or not so.
         """
-        if self.file is None:
-            return []
         jobs = list(read_jobs(self.file, defaults))
         if not jobs:
             raise UsageError(f"--prompts {self.file} has no prompt")
@@ -103,8 +100,8 @@ class ManyPrompts:
 
 
 def write_results(
-    results: Generator[JobResult, None, None],
-    lines: Sequence[int],
+    results: Generator[BatchResult, None, None],
+    jobs: Sequence[Job | BadLine],
     many: ManyPrompts,
     interrupt: Interrupt,
     *,
@@ -113,7 +110,7 @@ def write_results(
 ) -> int:
     """Write each result when all before it are written; whatever ends the run, those that are ready are written.
 
-    `lines` are those of the jobs that run, in order. `origin` goes into every record: what an output
+    `jobs` are those that run, in order. `origin` goes into every record: what an output
     that is resumed has to be of.
     """
     from llminfer.render.document import job_record
@@ -123,18 +120,19 @@ def write_results(
         stream = None if many.output is None else many.output.open("a", encoding="utf-8")
     failed = interrupted = 0
     waiting: dict[int, str] = {}
-    order = iter(lines)
+    order = (job.line for job in jobs)
     due = next(order, None)
     try:
         with count_bar("prompts", shown=verbose) as advance:
             for result in _drain(results, interrupt):
-                record = {**job_record(result.job, result.trace, result.error), **origin}
+                job = jobs[result.index]
+                record = {**job_record(job, result.trace, result.error), **origin}
                 reason = record.get("finish_reason")
                 interrupted += reason == "interrupted"
                 if "error" in record:
                     failed += 1
-                    say(f"error: line {result.job.line}: {record['error']['message']}")
-                waiting[result.job.line] = to_json(record)
+                    say(f"error: line {job.line}: {record['error']['message']}")
+                waiting[job.line] = to_json(record)
                 advance()
                 while due in waiting:
                     _write_line(stream, many.output, waiting.pop(due))
@@ -151,7 +149,7 @@ def write_results(
     return INTERRUPTED_EXIT_CODE if interrupted or interrupt.pending else int(failed > 0)
 
 
-def _drain(results: Generator[JobResult, None, None], interrupt: Interrupt) -> Iterator[JobResult]:
+def _drain(results: Generator[BatchResult, None, None], interrupt: Interrupt) -> Iterator[BatchResult]:
     """The results; an interrupt is handed to the run, which then ends what is under way."""
     thrown = False
     result = next(results, None)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from llminfer.api import generate, generate_batch, generate_samples
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
-from llminfer.cli.loading import ModelChoice, load_model, load_with_draft, status
-from llminfer.cli.prompts import ManyPrompts
+from llminfer.cli.loading import load, status
+from llminfer.cli.prompts import ManyPrompts, write_results
 from llminfer.cli.standard_streams import write_text
 from llminfer.cli.stream import interrupts, stream, text_of
 from llminfer.errors import LlminferError
-from llminfer.params import (
-    CacheOptions,
-    Speculation,
-    StopCriteria,
-)
+from llminfer.jobs import BadLine
+from llminfer.request import GenerationRequest, LoadRequest
 from llminfer.units import to_json
 
 if TYPE_CHECKING:
@@ -44,63 +41,40 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """All that the command line asked for; `text` is the prompt of a single run."""
+class Command:
+    """All that the command line asked for: which model, what of it, and what is shown."""
 
-    flags: Mapping[str, Any]
-    system: str | None
-    raw: bool
-    choice: ModelChoice
-    output: Shown
-    bad_words: tuple[str, ...]
-    num_samples: int
-    many: ManyPrompts
-    caching: CacheOptions
-    stop: StopCriteria
-    speculation: Speculation | None
-    draft: str | None
-    text: str = ""
+    load: LoadRequest
+    draft: LoadRequest | None
+    request: GenerationRequest
+    shown: Shown
+    debug: bool
 
-
-def run(request: Request, *, debug: bool) -> int:
-    """Run one prompt, once or in several samples, and return the exit code."""
-    startup_s: dict[str, float] = {}
-    loaded, draft = _load(request, startup_s)
-    if request.num_samples > 1:
-        return _run_samples(request, loaded, startup_s)
-    from llminfer.engine.generate import generate as generate_events
-
-    compiles = request.output.verbose and request.choice.execution.compiled
-    with status("compiling the decode step", compiles):
-        events = generate_events(
-            loaded,
-            request.text,
-            sampling=request.flags,
-            bad_words=request.bad_words,
-            stop=request.stop,
-            system=request.system,
-            raw=request.raw,
-            cache=request.caching,
+    def load_models(self) -> tuple[LoadedModel, LoadedModel | None]:
+        """The model, and the one that drafts for it where one does."""
+        request = self.request
+        return load(
+            self.load,
+            verbose=self.shown.verbose,
+            cache=request.cache,
             speculation=request.speculation,
-            draft=draft,
+            draft=self.draft,
         )
-    if request.output.echo:
-        write_text(request.text)
-    output = request.output
-    shown = None if output.json else _id_line if output.token_ids else text_of
-    trace = stream(events, announce=output.verbose, show=shown)
-    if shown is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
+
+
+def run(command: Command) -> int:
+    """Run one prompt and return the exit code."""
+    loaded, draft = command.load_models()
+    shown = command.shown
+    with status("compiling the decode step", shown.verbose and command.load.execution.compiled):
+        events = generate(loaded, command.request, draft=draft)
+    if shown.echo:
+        write_text(command.request.text)
+    show = None if shown.json else _id_line if shown.token_ids else text_of
+    trace = stream(events, announce=shown.verbose, show=show)
+    if show is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
-    return _finish(trace, request.output, startup_s, debug=debug)
-
-
-def _load(request: Request, startup_s: dict[str, float]) -> tuple[LoadedModel, LoadedModel | None]:
-    """The model, and the one that drafts for it where one does."""
-    if request.draft is not None and request.speculation is not None:
-        return load_with_draft(
-            request.choice, request.draft, startup_s, cache=request.caching, speculation=request.speculation
-        )
-    return load_model(request.choice, startup_s, cache=request.caching, speculation=request.speculation), None
+    return _finish(trace, shown, debug=command.debug)
 
 
 def _id_line(event: Step | Finished) -> str:
@@ -108,109 +82,88 @@ def _id_line(event: Step | Finished) -> str:
     return "" if token_id is None else f"{token_id}\n"
 
 
-def _run_samples(request: Request, loaded: LoadedModel, startup_s: Mapping[str, float]) -> int:
-    """Several samples of one prompt: each text on lines of its own, or all in one document."""
-    from llminfer.engine.batch_generate import BatchPeak, run_samples
-    from llminfer.render.document import samples_document
+def run_samples(command: Command, count: int) -> int:
+    """Run several samples of one prompt: each text on lines of its own, or all in one document."""
+    loaded, _ = command.load_models()
+    samples, shown = generate_samples(loaded, command.request, count), command.shown
+    if shown.json:
+        from llminfer.render.document import samples_document
 
-    peak = BatchPeak()
-    traces = run_samples(
-        loaded,
-        request.text,
-        request.num_samples,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        stop=request.stop,
-        system=request.system,
-        raw=request.raw,
-        peak=peak,
-    )
-    if request.output.json:
-        write_text(to_json(samples_document(traces, startup_s, asdict(peak))) + "\n")
-    for number, trace in enumerate(traces if not request.output.json else ()):
-        if request.output.verbose and trace.started is not None and trace.finished is not None:
+        write_text(to_json(samples_document(samples.traces, asdict(samples.peak))) + "\n")
+    for number, trace in enumerate(samples.traces if not shown.json else ()):
+        if shown.verbose and trace.started is not None and trace.finished is not None:
             seed, reason = trace.started.sampling.seed, trace.finished.reason
             say(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}")
-        shown = "".join(f"{token_id}\n" for token_id in trace.token_ids) if request.output.token_ids else trace.text
-        write_text((request.text if request.output.echo else "") + shown + "\n")
-    if request.output.verbose:
+        text = "".join(f"{token_id}\n" for token_id in trace.token_ids) if shown.token_ids else trace.text
+        write_text((command.request.text if shown.echo else "") + text + "\n")
+    if shown.verbose:
+        peak = samples.peak
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
         say(f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}")
-    reasons = [trace.finished.reason for trace in traces if trace.finished is not None]
+    reasons = [trace.finished.reason for trace in samples.traces if trace.finished is not None]
     return INTERRUPTED_EXIT_CODE if "interrupted" in reasons else int("error" in reasons)
 
 
-def run_many(request: Request) -> int:
+def run_many(command: Command, many: ManyPrompts) -> int:
     """Run a file of prompts and return the exit code."""
-    from llminfer.cli.prompts import write_results
-    from llminfer.engine.batch_generate import run_jobs
-    from llminfer.engine.prompt_cache import model_digest
-
-    many, output = request.many, request.output
-    settings = _settings(request)
-    jobs = many.jobs(request.stop, settings)
+    verbose, settings = command.shown.verbose, _settings(command)
+    jobs = many.jobs(command.request, settings)
     if not jobs:
-        if output.verbose:
+        if verbose:
             say(f"nothing to do: {many.output} has every line")
         return 0
-    startup_s: dict[str, float] = {}
-    loaded = load_model(request.choice, startup_s, cache=request.caching)
+    loaded, _ = command.load_models()
     origin = {"settings": settings}
     if many.output is not None and loaded.folder is not None:
+        from llminfer.engine.prompt_cache import model_digest
+
         origin["model_digest"] = model_digest(loaded.folder)
         note = many.check_model(loaded.name, origin["model_digest"])
-        if note is not None and output.verbose:
+        if note is not None and verbose:
             say(f"note: {note}")
-    results = run_jobs(
-        loaded,
-        jobs,
-        sampling=request.flags,
-        bad_words=request.bad_words,
-        system=request.system,
-        raw=request.raw,
-        batch_size=many.batch_size,
-    )
+    asked = (job.error if isinstance(job, BadLine) else job.request for job in jobs)
+    results = generate_batch(loaded, asked, batch_size=many.batch_size)
     with interrupts() as interrupt:
         interrupt.may_wait = True
-        lines = [job.line for job in jobs]
-        return write_results(results, lines, many, interrupt, verbose=output.verbose, origin=origin)
+        return write_results(results, jobs, many, interrupt, verbose=verbose, origin=origin)
 
 
-def _settings(request: Request) -> str:
+def _settings(command: Command) -> str:
     """A digest of the options that shape a result of --prompts; those that say nothing are left out."""
+    request, load = command.request, command.load
     stated = {
-        **request.flags,
+        **request.sampling.stated(),
         **asdict(request.stop),
-        "bad_words": request.bad_words,
+        "bad_words": request.sampling.bad_texts,
         "system": request.system,
         "raw": request.raw,
-        "dtype": request.choice.dtype,
-        "weights": request.choice.execution.weights,
-        "tokenizer": request.choice.tokenizer and str(request.choice.tokenizer),
+        "dtype": load.dtype,
+        "weights": load.execution.weights,
+        "tokenizer": load.tokenizer and str(load.tokenizer),
     }
     said = {name: value for name, value in stated.items() if value not in (None, ()) and value is not False}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _finish(trace: Trace, output: Shown, startup_s: Mapping[str, float], *, debug: bool) -> int:
+def _finish(trace: Trace, shown: Shown, *, debug: bool) -> int:
     """The summary or the JSON document, then the exit code."""
     finished = trace.finished
     if finished is None:
         raise KeyboardInterrupt
-    if output.json:
+    if shown.json:
         from llminfer.render.document import run_document
 
-        write_text(to_json(run_document(trace, startup_s)) + "\n")
-    if output.verbose or output.steps:
+        write_text(to_json(run_document(trace)) + "\n")
+    if shown.verbose or shown.steps:
         from llminfer.render.console import make_console
         from llminfer.render.steps import step_table
         from llminfer.render.summary import summary
 
         console = make_console(sys.stderr)
         drafts = trace.started is not None and trace.started.speculation is not None
-        for line in step_table(trace.steps, drafts=drafts) if output.steps else ():
+        for line in step_table(trace.steps, drafts=drafts) if shown.steps else ():
             console.print(line)
-        for text in summary(trace, startup_s) if output.verbose else ():
+        for text in summary(trace) if shown.verbose else ():
             console.print(text)
     if isinstance(finished.error, LlminferError):
         if debug:

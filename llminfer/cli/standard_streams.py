@@ -33,6 +33,17 @@ def set_up_streams() -> None:
     sys.stderr = _text_stream(sys.stderr, says_errors=False)
 
 
+def quiet_libraries(*, bars: bool) -> None:
+    """Leave standard error to us: the libraries read this when they are imported, and what goes wrong is an exception.
+
+    `bars` leaves the Hub's own progress bars on. Whoever has set these variables keeps them.
+    """
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not bars:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
 def check_stdout() -> None:
     """Raise the `OSError` of a standard output that cannot be written, before there is anything to write."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)

@@ -1,42 +1,39 @@
-"""Many prompts, or many samples of one: from jobs to traces, through the batch decoder."""
+"""Many prompts, or many samples of one: from requests to traces, through the batch decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from llminfer.engine.batch_loop import BatchLoad, Fits, Row, decode_batch
-from llminfer.engine.generate import make_output, make_started, token_limit
+from llminfer.engine.batch_loop import BatchEvent, BatchLoad, Fits, Row, decode_batch
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.machine.device import synchronizer
 from llminfer.engine.machine.memory import available_bytes
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
+from llminfer.engine.prepare import PreparedRun, prepare_run
 from llminfer.engine.run_errors import explain, reason_of
-from llminfer.engine.sampling.resolve import effective_sampling, with_bad_words
-from llminfer.engine.sampling.sampler import make_sampler
-from llminfer.engine.text.prompt import Prompt, check_ids, encode_messages, encode_prompt
-from llminfer.errors import GenerationFailed, LlminferError, UsageError
-from llminfer.events import Finished, Started, Step, Trace
-from llminfer.jobs import BadLine, Job
+from llminfer.errors import GenerationFailed, LlminferError
+from llminfer.events import Finished, Step, Trace
+from llminfer.exclusions import check_together
 from llminfer.kv.footprint import footprint, total_bytes
 from llminfer.kv.setup import CacheSetup
-from llminfer.params import MAX_SEED, CacheOptions, StopCriteria
+from llminfer.params import MAX_SEED, CacheOptions
+from llminfer.request import GenerationRequest
 
 _SHARE_FOR_CACHE = 0.9  # of the memory that is left; the rest is for what a forward computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobResult:
-    """A job that has ended: its trace, or the error that kept it from starting."""
+class BatchResult:
+    """A request that has ended, by its place among them: its trace, or the error that kept it from starting."""
 
-    job: Job | BadLine
+    index: int
     trace: Trace | None = None
     error: LlminferError | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPeak:
     """The largest joined cache of a run, measured and predicted for its rows and length."""
 
@@ -46,50 +43,69 @@ class BatchPeak:
     predicted_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Samples of one prompt, and the largest cache that they had together."""
+
+    traces: tuple[Trace, ...]
+    peak: BatchPeak
+
+
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """Rows under way: the trace of each, and when it began on the batch's clock."""
+    """Rows under way: each as it was prepared, and its trace; `refused` could not start."""
 
-    jobs: dict[int, Job] = field(default_factory=dict)
+    loaded: LoadedModel
+    clock: Clock
+    runs: dict[int, PreparedRun] = field(default_factory=dict)
     traces: dict[int, Trace] = field(default_factory=dict)
-    began_s: dict[int, float] = field(default_factory=dict)
-    refused: list[JobResult] = field(default_factory=list)
+    refused: list[BatchResult] = field(default_factory=list)
+
+    def row(self, key: int, run: PreparedRun) -> Row:
+        """The row of a run that begins."""
+        self.runs[key], self.traces[key] = run, Trace(started=run.started)
+        return Row(key=key, prompt_ids=run.started.prompt_ids, sample=run.make_sampler(), output=run.make_output())
+
+    def take(self, event: BatchEvent) -> Iterator[BatchResult]:
+        """Take an event of the batch in; yield a result when it ends a row."""
+        if isinstance(event, BatchLoad):
+            return
+        key, said = event
+        trace, run = self.traces[key], self.runs[key]
+        if isinstance(said, Step):
+            trace.add(replace(said, at_s=said.at_s - run.began_s))
+            return
+        error = explain(said.error, len(trace.steps), self.loaded, run.started) if said.error else None
+        kv = predict(self.loaded, said.cached_tokens, run.started.cache) if trace.steps else None
+        trace.add(replace(said, error=error, kv=kv))
+        del self.runs[key], self.traces[key]
+        yield BatchResult(index=key, trace=trace)
 
 
-def run_jobs(
-    loaded: LoadedModel,
-    jobs: Iterable[Job | BadLine],
-    *,
-    sampling: Mapping[str, Any],
-    bad_words: Sequence[str] = (),
-    system: str | None = None,
-    raw: bool = False,
-    batch_size: int,
-) -> Generator[JobResult, None, None]:
-    """Run every job and yield its result when it has ended, in the order in which they end.
+def generate_batch(
+    loaded: LoadedModel, requests: Iterable[GenerationRequest | LlminferError], *, batch_size: int
+) -> Generator[BatchResult, None, None]:
+    """Run every request and yield its result when it has ended, in the order in which they end.
 
-    Jobs that cannot start (a bad line, a prompt beyond the context) yield a result with an error
-    and stop nothing. Without a seed each job draws its own.
+    Requests that cannot start (a prompt beyond the context, an error in place of a request) yield a
+    result with an error and stop nothing. Without a seed each draws its own.
 
     Args:
-        sampling: values by name for jobs that state none of their own.
-        system: a system message for jobs without one.
-        batch_size: jobs that decode together at most.
+        requests: read one at a time, when there is room.
+        batch_size: requests that decode together at most.
 
     Raises:
         UsageError: for a compiled model, which steps over a static cache alone.
     """
-    loaded.execution.check_cache(CacheOptions())
-    clock = Clock(synchronizer(loaded.device))
-    running = _Running()
-    flags = with_bad_words(sampling, loaded.tokenizer, bad_words)
-    rows = _rows(loaded, jobs, flags, system, raw, clock, running)
-    events = decode_batch(loaded.model, rows, clock, batch_size=batch_size, fits=_fits(loaded))
+    _shared(GenerationRequest()).cache_for(loaded.execution)
+    running = _Running(loaded=loaded, clock=Clock(synchronizer(loaded.device)))
+    rows = _rows(running, requests)
+    events = decode_batch(loaded.model, rows, running.clock, batch_size=batch_size, fits=_fits(loaded))
     # an interrupt thrown in at a yield below goes to the decoder, which then ends what is under way
     event = next(events, None)
     while event is not None:
         interrupted = False
-        for result in (*_take(running.refused), *_result(loaded, event, running)):
+        for result in (*_take(running.refused), *running.take(event)):
             try:
                 yield result
             except KeyboardInterrupt:
@@ -98,18 +114,7 @@ def run_jobs(
     yield from _take(running.refused)
 
 
-def run_samples(
-    loaded: LoadedModel,
-    text: str,
-    count: int,
-    *,
-    sampling: Mapping[str, Any],
-    bad_words: Sequence[str] = (),
-    stop: StopCriteria | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    peak: BatchPeak | None = None,
-) -> list[Trace]:
+def generate_samples(loaded: LoadedModel, request: GenerationRequest, count: int) -> Samples:
     """Several samples of one prompt: it is prefilled once, its cache is copied, all decode together.
 
     Sample i draws with the seed + i, so its tokens are those of a run of its own with that seed.
@@ -118,60 +123,47 @@ def run_samples(
         UsageError: for a prompt that is empty or longer than the context, or a compiled model.
         InvalidParams: for a value out of its range.
     """
-    loaded.execution.check_cache(CacheOptions())
-    clock, stop = Clock(synchronizer(loaded.device)), stop or StopCriteria()
-    prompt = encode_prompt(loaded.tokenizer, text, system=system, raw=raw)
-    check_ids(prompt, loaded.tokenizer, loaded.model)
-    tokenize_s = clock.lap()
-    flags = with_bad_words(sampling, loaded.tokenizer, bad_words)
-    first, notes = effective_sampling(flags, loaded.generation_defaults)
-    limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit)
-    running, rows = _Running(), []
-    for number in range(count):
-        params = replace(first, seed=(first.seed + number) % (MAX_SEED + 1))
-        started = make_started(loaded, prompt, params, stop, limit, "dynamic", tokenize_s, notes)
-        rows.append(_row(loaded, number, prompt, started, limit, clock, running))
-    for event in decode_batch(loaded.model, rows, clock, batch_size=count, fits=_fits(loaded)):
-        for _ in _result(loaded, event, running, peak):
-            pass
-    traces = [running.traces[number] for number in range(count)]
+    running, peak = _Running(loaded=loaded, clock=Clock(synchronizer(loaded.device))), BatchPeak()
+    first = prepare_run(loaded, _shared(request), clock=running.clock)
+    sampling = first.started.sampling
+    seeds = [(sampling.seed + number) % (MAX_SEED + 1) for number in range(count)]
+    runs = [replace(first, started=replace(first.started, sampling=replace(sampling, seed=seed))) for seed in seeds]
+    rows = [running.row(number, run) for number, run in enumerate(runs)]
+    traces = tuple(running.traces[number] for number in range(count))
+    for event in decode_batch(loaded.model, rows, running.clock, batch_size=count, fits=_fits(loaded)):
+        if isinstance(event, BatchLoad) and event.kv_bytes > peak.kv_bytes:
+            predicted = _predict_batch(loaded, event)
+            peak = BatchPeak(rows=event.rows, tokens=event.tokens, kv_bytes=event.kv_bytes, predicted_bytes=predicted)
+        list(running.take(event))
     for trace in traces:
         if trace.finished is None:  # the user interrupted before there was room for it
             trace.add(Finished(reason="interrupted"))
-    return traces
+    return Samples(traces=traces, peak=peak)
 
 
-def _rows(
-    loaded: LoadedModel,
-    jobs: Iterable[Job | BadLine],
-    flags: Mapping[str, Any],
-    system: str | None,
-    raw: bool,
-    clock: Clock,
-    running: _Running,
-) -> Iterator[Row]:
-    for key, job in enumerate(jobs):
-        if isinstance(job, BadLine):
-            running.refused.append(JobResult(job=job, error=job.error))
-            continue
-        running.began_s[key] = clock.elapsed()
+def _shared(request: GenerationRequest) -> GenerationRequest:
+    """The request with the dynamic cache that all rows share.
+
+    Raises:
+        UsageError: for one that asks for a cache of its own, or drafts.
+    """
+    drafts = {request.speculation.option} if request.speculation is not None else set()
+    check_together({"--prompts", *(request.cache.given() if request.cache else ()), *drafts})
+    return request if request.cache is not None else replace(request, cache=CacheOptions())
+
+
+def _rows(running: _Running, requests: Iterable[GenerationRequest | LlminferError]) -> Iterator[Row]:
+    for key, request in enumerate(requests):
         try:
-            clock.lap()
-            prompt = check_ids(_prompt(loaded, job, system, raw), loaded.tokenizer, loaded.model)
-            tokenize_s = clock.lap()
-            params, notes = effective_sampling({**flags, **job.sampling}, loaded.generation_defaults)
-            limit = token_limit(len(prompt.ids), job.stop.max_new_tokens, loaded.context_limit)
-            started = make_started(loaded, prompt, params, job.stop, limit, "dynamic", tokenize_s, notes)
-            row = _row(loaded, key, prompt, started, limit, clock, running)
-        except Exception as error:  # a line that breaks anything breaks itself alone
-            running.refused.append(JobResult(job=job, error=_own_error(error)))
-            continue
-        running.jobs[key] = job
-        yield row
+            if isinstance(request, LlminferError):
+                raise request
+            yield running.row(key, prepare_run(running.loaded, _shared(request), clock=running.clock))
+        except Exception as error:  # a request that breaks anything breaks itself alone
+            running.refused.append(BatchResult(index=key, error=_own_error(error)))
 
 
 def _own_error(error: Exception) -> LlminferError:
-    return error if isinstance(error, LlminferError) else GenerationFailed(f"the job cannot start: {reason_of(error)}")
+    return error if isinstance(error, LlminferError) else GenerationFailed(f"the run cannot start: {reason_of(error)}")
 
 
 def _fits(loaded: LoadedModel) -> Fits:
@@ -192,65 +184,19 @@ def _fits(loaded: LoadedModel) -> Fits:
     return fits
 
 
-def _prompt(loaded: LoadedModel, job: Job, system: str | None, raw: bool) -> Prompt:
-    if job.messages is None:
-        return encode_prompt(loaded.tokenizer, job.prompt or "", system=job.system or system, raw=raw)
-    if job.system is not None:
-        raise UsageError("a system message beside messages", hint="put it into the messages")
-    return encode_messages(loaded.tokenizer, job.messages)
-
-
-def _row(
-    loaded: LoadedModel, key: int, prompt: Prompt, started: Started, limit: Any, clock: Clock, running: _Running
-) -> Row:
-    running.traces[key] = Trace(started=started)
-    return Row(
-        key=key,
-        prompt_ids=prompt.ids,
-        sample=make_sampler(started.sampling, prompt.ids, loaded.device, loaded.eos_ids),
-        output=make_output(loaded, started.stop, limit, clock, running.began_s.get(key, 0.0)),
-    )
-
-
-def _result(loaded: LoadedModel, event: Any, running: _Running, peak: BatchPeak | None = None) -> Iterator[JobResult]:
-    """Take an event of the batch in; yield a result when it ends a job."""
-    if isinstance(event, BatchLoad):
-        if peak is not None and event.kv_bytes > peak.kv_bytes:
-            peak.rows, peak.tokens, peak.kv_bytes = event.rows, event.tokens, event.kv_bytes
-            peak.predicted_bytes = _predict_batch(loaded, event)
-        return
-    key, said = event
-    trace = running.traces[key]
-    if isinstance(said, Step):
-        trace.add(replace(said, at_s=said.at_s - running.began_s.get(key, 0.0)))
-        return
-    trace.add(_explained(loaded, said, trace))
-    if key in running.jobs:
-        yield JobResult(job=running.jobs.pop(key), trace=running.traces.pop(key))
-
-
-def _explained(loaded: LoadedModel, finished: Finished, trace: Trace) -> Finished:
-    started = trace.started
-    if started is None:
-        return finished
-    error = explain(finished.error, len(trace.steps), loaded, started) if finished.error else None
-    kv = predict(loaded, finished.cached_tokens, started.cache) if trace.steps else None
-    return replace(finished, error=error, kv=kv)
-
-
 def _predict_batch(loaded: LoadedModel, load: BatchLoad) -> int | None:
     if loaded.kv is None:
         return None
     return footprint(loaded.kv, tokens=load.tokens, batch=load.rows, dtype=str(loaded.dtype)).total_bytes
 
 
-def _take(results: list[JobResult]) -> list[JobResult]:
+def _take(results: list[BatchResult]) -> list[BatchResult]:
     taken = list(results)
     results.clear()
     return taken
 
 
-def _throw(events: Generator[Any, None, None]) -> Any:
+def _throw(events: Generator[BatchEvent, None, None]) -> BatchEvent | None:
     try:
         return events.throw(KeyboardInterrupt())
     except StopIteration:

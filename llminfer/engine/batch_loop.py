@@ -30,9 +30,10 @@ from llminfer.engine.machine.device import is_out_of_memory
 from llminfer.engine.models.capabilities import forward_parameters, prepares_by_default
 from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.models.quirks import quirks_of
+from llminfer.engine.records import draw_token, make_finished, make_step
 from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.text.output import Output
-from llminfer.events import Finished, FinishReason, Step
+from llminfer.events import Finished, Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Row:
     @property
     def most_tokens(self) -> int:
         """Tokens in its cache at its limit."""
-        return len(self.prompt_ids) + self.output.max_new_tokens - 1
+        return len(self.prompt_ids) + self.output.limit.tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,9 @@ def decode_batch(
             if isinstance(event, tuple) and isinstance(event[1], Finished):
                 batch.unfinished.pop(event[0], None)
             yield event
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         for row in batch.unfinished.values():
-            yield _finish(row, "interrupted")
+            yield _finish(row, interrupt)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def _put_aside(batch: _Batch, rows: Sequence[Row], error: Exception, *, again: b
         batch.opens_at = 0
         return
     for row in rows:
-        yield _finish(row, "error", error)
+        yield _finish(row, error)
 
 
 def _start_over(batch: _Batch, first: int) -> Iterator[BatchEvent]:
@@ -249,7 +250,7 @@ def _alone(model: CausalLM, row: Row, forward: Forward | None, clock: Clock) -> 
             forward_s = clock.lap()
         except Exception as error:
             _let_go(error)
-            yield _finish(row, "error", error)
+            yield _finish(row, error)
             return
         going = yield from _draw(row, logits, clock, output_s, forward_s)
 
@@ -264,7 +265,7 @@ def _step(batch: _Batch) -> Iterator[BatchEvent]:
     except Exception as error:
         _let_go(error)
         if len(active) == 1:
-            yield _finish(active.pop(), "error", error)
+            yield _finish(active.pop(), error)
         yield from _start_over(batch, len(active) // 2)
         return
     batch.joined.grown()
@@ -320,48 +321,26 @@ def _draw(
 ) -> Generator[BatchEvent, None, bool]:
     """Sample the row's next token and yield its step, then its end if that was it; return whether it goes on."""
     try:
-        draw = row.sample(logits)
-        sampling_s = clock.lap()
-        text = row.output.push(draw.token_id)
-        token_text = row.output.token_text(draw.token_id)
-        text_s = clock.lap()
-    except Exception as error:
-        _let_go(error)
-        yield _finish(row, "error", error)
-        return False
-    row.ids.append(draw.token_id)
-    yield (
-        row.key,
-        Step(
-            index=len(row.ids) - 1,
-            token_id=draw.token_id,
-            token_text=token_text,
-            text=text,
-            logprob=draw.logprob,
-            top_logprobs=draw.top,
+        drawn = draw_token(logits, row.sample, row.output, clock)
+        step = make_step(
+            drawn,
+            row.output,
+            index=len(row.ids),
+            cached_tokens=len(row.prompt_ids) + len(row.ids),
+            kv_bytes=None,  # the cache is shared; `BatchLoad` has its bytes
             output_s=output_s,
             forward_s=forward_s,
-            sampling_s=sampling_s,
-            text_s=text_s,
-            at_s=clock.elapsed(),
-            cached_tokens=row.cached_tokens,
-            kv_bytes=None,  # the cache is shared; `BatchLoad` has its bytes
-        ),
-    )
+        )
+    except Exception as error:
+        _let_go(error)
+        yield _finish(row, error)
+        return False
+    row.ids.append(drawn.token_id)
+    yield row.key, step
     if row.output.reason is not None:
         yield _finish(row)
     return row.output.reason is None
 
 
-def _finish(row: Row, broken: FinishReason | None = None, error: Exception | None = None) -> tuple[int, Finished]:
-    try:
-        text = row.output.flush()
-    except Exception as flaw:
-        text, broken, error = "", "error", error or flaw
-    return row.key, Finished(
-        reason=broken or row.output.reason or "error",
-        text=text,
-        detail=row.output.detail,
-        error=error,
-        cached_tokens=row.cached_tokens if row.ids else 0,
-    )
+def _finish(row: Row, broken: BaseException | None = None) -> tuple[int, Finished]:
+    return row.key, make_finished(row.output, broken, cached_tokens=row.cached_tokens if row.ids else 0)

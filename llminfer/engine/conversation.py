@@ -8,9 +8,9 @@ the whole conversation gives.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, replace
+from typing import Unpack
 
 from torch import Tensor
 
@@ -18,57 +18,64 @@ from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, comm
 from llminfer.engine.forward.chunks import WrappedForward
 from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.forward.protocol import Forward
-from llminfer.engine.generate import run_prompt
+from llminfer.engine.generate import run
 from llminfer.engine.machine.clock import Clock
-from llminfer.engine.machine.device import synchronizer
 from llminfer.engine.model import LoadedModel
-from llminfer.engine.sampling.resolve import effective_sampling
+from llminfer.engine.prepare import OpenForward, prepare_run
 from llminfer.engine.speculative_loop import Drafting, make_drafting
-from llminfer.engine.text.prompt import Prompt, check_ids, encode_messages
+from llminfer.engine.text.output import TokenLimit
+from llminfer.engine.text.prompt import Prompt
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
-from llminfer.params import CacheOptions, Speculation, StopCriteria
+from llminfer.exclusions import check_together
+from llminfer.request import GenerationRequest, RequestOptions, as_request
 from llminfer.transcript import Message
 
 
 class Conversation:
     """A chat with a loaded model.
 
+        >>> chat = Conversation(load(), sampling={"temperature": 0}, stop=StopCriteria(max_new_tokens=8))
+        >>> for event in chat.ask("The capital of France?"):
+        ...     pass
+        >>> chat.messages[-1].content
+        'The capital of France is Paris.'
+
     Args:
-        sampling: values by name as in `SamplingParams`; those missing come from the model.
-        stop: when an answer ends.
-        cache: `dynamic` or `growing`, or `none` to recompute everything; as suits the model when not given.
+        loaded: from `load`.
+        request: how each answer is sampled and ended, and which cache outlives the answers, as one record.
         messages: what was said before.
-        speculation: draft several tokens and check them in one forward; the answers stay the same.
         draft: the model that drafts, for speculation of that kind.
+        options: in place of `request`, as in `generate`; the cache is `dynamic` or `growing`, or `none` to
+            recompute everything.
 
     Raises:
-        UsageError: for a model without a chat template, or a draft model with another vocabulary.
+        UsageError: for a model without a chat template, a draft model with another vocabulary, or a cache
+            that cannot outlive an answer.
         UnsupportedArchitecture: for a model that cannot speculate.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
+        request: GenerationRequest | None = None,
         *,
-        sampling: Mapping[str, Any] | None = None,
-        stop: StopCriteria | None = None,
-        cache: str | None = None,
         messages: Sequence[Message] = (),
-        speculation: Speculation | None = None,
         draft: LoadedModel | None = None,
+        **options: Unpack[RequestOptions],
     ) -> None:
+        request = as_request(request or "", drafts=draft is not None, **options)
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"{loaded.name} has no chat template, so it cannot chat",
                 hint='try: llminfer generate --raw "Once upon a time"',
             )
-        self._loaded, self._cache = loaded, cache or loaded.execution.default_cache
-        self._speculation, self._draft = speculation, draft
+        self._loaded, self._request, self._draft = loaded, request, draft
+        self._options = request.cache_for(loaded.execution)
+        check_together({"chat", *loaded.execution.given(), *self._options.given()})
         self._drafting()
-        self._sampling, self._stop = dict(sampling or {}), stop or StopCriteria()
         self._forward: _PacedForward | None = None
-        self._feed_mode: FeedMode | None = FeedMode.NEVER if self._cache == "none" else None
+        self._feed_mode: FeedMode | None = FeedMode.NEVER if self._options.kind == "none" else None
         self._exact_length = exact_length(loaded.model.config)
         self.messages: tuple[Message, ...] = tuple(messages)
 
@@ -87,46 +94,25 @@ class Conversation:
                 that the template refuses.
             InvalidParams: before the first event, for a value out of its range.
         """
-        loaded = self._loaded
         asked = (*self.messages, Message(role="user", content=text))
-        params, sampling_notes = effective_sampling(self._sampling, loaded.generation_defaults)
-        if self._feed_mode is None:  # before the clock starts, since it is no part of any answer
-            self._feed_mode = choose_feed_mode(loaded.model, self._encode(asked).ids)
-        clock = Clock(synchronizer(loaded.device))
-        prompt = self._encode(asked)
-        tokenize_s = clock.lap()
-        if loaded.context_limit is not None and len(prompt.ids) > loaded.context_limit:
-            raise UsageError(
-                f"with this message the conversation has {len(prompt.ids)} tokens, and the model's context is"
-                f" {loaded.context_limit}",
-                hint="shorten the message, or begin a new conversation",
-            )
-        forward, reused, notes = self._continue(prompt.ids)
-        events = run_prompt(
-            loaded,
-            prompt,
-            sampling=params,
-            notes=(*sampling_notes, *notes),
-            stop=self._stop,
-            cache=self._cache,
-            clock=clock,
-            tokenize_s=tokenize_s,
-            forward=forward,
-            reused=reused,
+        prepared = prepare_run(
+            self._loaded,
+            replace(self._request, messages=tuple(asdict(message) for message in asked)),
+            open_forward=self._continue,
             drafting=self._drafting(),
         )
-        return self._record(asked, events)
+        return self._record(asked, run(prepared))
 
     def _drafting(self) -> Drafting | None:
         """What drafts for one answer: it follows one sequence, and what was said before may be written anew."""
-        return make_drafting(self._speculation, self._loaded, self._draft, CacheOptions(kind=self._cache))
+        return make_drafting(self._request.speculation, self._loaded, self._draft, self._options)
 
-    def _encode(self, messages: Sequence[Message]) -> Prompt:
-        prompt = encode_messages(self._loaded.tokenizer, [asdict(message) for message in messages])
-        return check_ids(prompt, self._loaded.tokenizer, self._loaded.model)
-
-    def _continue(self, ids: tuple[int, ...]) -> tuple[Forward, int, tuple[str, ...]]:
-        """The forward for this prompt, how many of its tokens are cached, and what the user should know."""
+    def _continue(self, prompt: Prompt, limit: TokenLimit, clock: Clock) -> OpenForward:
+        """The forward for this prompt, which has what is cached of it."""
+        ids, loaded = prompt.ids, self._loaded
+        if self._feed_mode is None:
+            self._feed_mode = choose_feed_mode(loaded.model, ids)
+            clock.skip()  # it is no part of any answer
         kept, self._forward = self._forward, None
         notes: tuple[str, ...] = ()
         if kept is not None and kept.ids and kept.kv_bytes is not None:
@@ -135,13 +121,13 @@ class Conversation:
             why_not = self._why_not(kept, ids, shared)
             if why_not is None:
                 self._forward = kept
-                return kept, shared, ()
+                return OpenForward(forward=kept)
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
-        options = CacheOptions(kind=self._cache)
-        forward = make_forward(self._loaded.model, options=options, factory=self._loaded.forward_factory_for(options))
+        factory = loaded.forward_factory_for(self._options)
+        forward = make_forward(loaded.model, options=self._options, factory=factory)
         self._forward = _PacedForward(forward, self._feed_mode)
-        return self._forward, 0, notes
+        return OpenForward(forward=self._forward, notes=notes)
 
     def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:
         """Why the cache cannot be gone on with, None when it can; what is no longer said is taken back."""

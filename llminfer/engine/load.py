@@ -13,7 +13,6 @@ import torch
 from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.utils import is_peft_available
-from transformers.utils import logging as transformers_logging
 
 from llminfer.engine.backend import check_execution, load_dtype, prepare_execution
 from llminfer.engine.checkpoints.checkpoint import Checkpoint
@@ -66,7 +65,7 @@ def load(
 
     Raises:
         UsageError: for a draft model with another vocabulary.
-        InvalidParams: for a device or dtype that is none, or that do not go together.
+        InvalidParams: for a device or dtype that is none, or that cannot be combined.
         ModelNotAvailable: when weights or tokenizer do not load.
         UnsupportedArchitecture: for a model that does not continue text by itself.
         OutOfMemory: when the weights do not fit the device.
@@ -74,7 +73,6 @@ def load(
     start_s, execution = time.perf_counter(), execution or Execution()
     folder, name = checkpoint.folder, name or checkpoint.folder.name
     execution.check_placed(device=device, dtype=dtype)
-    _quiet_transformers()
     chosen_device = choose_device(device)
     config = read_architecture(folder, checkpoint.config, trust_remote_code=trust_remote_code)
     stated, chosen_dtype, dtype_notes = _element_types(config, execution, dtype, chosen_device)
@@ -271,9 +269,3 @@ def _loading(
             if isinstance(error, OSError) and error.errno is not None:
                 raise ModelNotAvailable(f"cannot read {error.filename or folder}: {error.strerror}") from error
             raise
-
-
-def _quiet_transformers() -> None:
-    """Its progress bars and advice are not ours to print; errors come as exceptions."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

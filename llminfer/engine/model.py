@@ -24,6 +24,8 @@ class LoadedModel:
         generation_defaults: what the checkpoint's generation_config states, and nothing else.
         notes: what the user should know, such as a dtype that is not the checkpoint's.
         load_s: from the first look at the files until the weights were on the device.
+        startup_s: what came before it by name (`fetch`, `import`, `convert`, `load`), in seconds; a draft
+            model's is part of it.
         folder: where the weights are.
         execution: what carries out the arithmetic.
         weights_parts: bytes of all that the model holds, by part: parameters, buffers and packed weights.
@@ -43,6 +45,7 @@ class LoadedModel:
     context_limit: int | None
     notes: tuple[str, ...]
     load_s: float
+    startup_s: Mapping[str, float] = field(default_factory=dict)
     folder: Path | None = None
     execution: Execution = field(default_factory=Execution)
     weights_parts: Mapping[str, int] | None = None

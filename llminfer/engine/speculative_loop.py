@@ -23,27 +23,17 @@ from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.kv_cache.tensors import keep_past
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.models.capabilities import text_config
-from llminfer.engine.sampling.sampler import Draw, Sampler
+from llminfer.engine.records import Drawn, draw_token, make_finished, make_step
+from llminfer.engine.sampling.sampler import Sampler
 from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
 from llminfer.engine.speculation.drafters import Drafter, DraftModel, PromptLookup, check_cost, relative_cost
 from llminfer.engine.text.output import Output
 from llminfer.errors import GenerationFailed, UsageError
-from llminfer.events import Finished, FinishReason, Step
+from llminfer.events import Finished, Step
 from llminfer.params import CacheOptions, Speculation
 
 if TYPE_CHECKING:
     from llminfer.engine.model import LoadedModel
-
-
-@dataclass(slots=True, kw_only=True)
-class _Drawn:
-    """A token drawn from one position of a forward, and what that took."""
-
-    draw: Draw
-    text: str
-    sampling_s: float
-    text_s: float
-    at_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,14 +43,14 @@ class _Round:
     first: int
     output_s: float
     drafted: Sequence[int] = ()
-    drawn: list[_Drawn] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
     draft_s: float = 0.0
     forward_s: float = 0.0
 
     @property
     def accepted(self) -> int:
         """Drafted ids that were the ids drawn."""
-        return common_prefix(self.drafted, [token.draw.token_id for token in self.drawn])
+        return common_prefix(self.drafted, [token.token_id for token in self.drawn])
 
 
 @torch.inference_mode()
@@ -84,7 +74,7 @@ def decode_drafts(
     """
     ids, undo_s = list(prompt_ids), 0.0
     # the most that may be fed: the run's last token is not
-    reach = min(len(ids) + output.max_new_tokens - 1, exact_length or sys.maxsize)
+    reach = min(len(ids) + output.limit.tokens - 1, exact_length or sys.maxsize)
     broken: BaseException | None = None
     try:
         while output.reason is None and broken is None:
@@ -92,7 +82,7 @@ def decode_drafts(
             most = min(draft_tokens, reach - len(ids)) if this.first else 0  # the prompt goes alone
             broken = _forward_and_draw(this, forward, draft, sample, output, clock, ids, most)
             this.draft_s += undo_s
-            ids += [token.draw.token_id for token in this.drawn]
+            ids += [token.token_id for token in this.drawn]
             if len(ids) > len(prompt_ids) and not forward.crop(len(ids) - 1):  # the newest token is not cached
                 broken = broken or GenerationFailed("the cache cannot be cut back to what was accepted")
             undo_s = clock.lap()
@@ -109,13 +99,9 @@ def decode_drafts(
         broken = exception
     finally:
         keep_past(forward.cache, False)
-    text = output.flush()
-    interrupted: FinishReason | None = "interrupted" if isinstance(broken, KeyboardInterrupt) else None
-    return Finished(
-        reason=interrupted or ("error" if broken else output.reason) or "error",
-        text=text,
-        detail=output.detail,
-        error=broken if isinstance(broken, Exception) else None,
+    return make_finished(
+        output,
+        broken,
         cached_tokens=len(ids) - 1 if len(ids) > len(prompt_ids) else cached,
         notes=(*forward.notes, *draft.notes, *_length_notes(exact_length, len(ids))),
     )
@@ -152,37 +138,32 @@ def _feed(forward: Forward, ids: Sequence[int], drafted: Sequence[int]) -> Tenso
 def _draw_while_agreed(this: _Round, logits: Tensor, sample: Sampler, output: Output, clock: Clock) -> None:
     """Draw from one position after the other, until the run ends or an id is not the one drafted."""
     for place in range(len(logits)):
-        draw = sample(logits[place : place + 1])
-        sampling_s = clock.lap()
-        text = output.push(draw.token_id)
-        text_s = clock.lap()
-        this.drawn.append(_Drawn(draw=draw, text=text, sampling_s=sampling_s, text_s=text_s, at_s=clock.elapsed()))
-        if output.reason is not None or draw.token_id not in this.drafted[place : place + 1]:
+        drawn = draw_token(logits[place : place + 1], sample, output, clock)
+        this.drawn.append(drawn)
+        if output.reason is not None or drawn.token_id not in this.drafted[place : place + 1]:
             return
 
 
 def _steps(this: _Round, output: Output, cached_tokens: int, kv_bytes: int | None) -> Iterator[Step]:
     """The records of what one forward gave: the first carries what the forward took."""
-    for place, token in enumerate(this.drawn):
-        first = place == 0
-        yield Step(
-            index=this.first + place,
-            token_id=token.draw.token_id,
-            token_text=output.token_text(token.draw.token_id),
-            text=token.text,
-            logprob=token.draw.logprob,
-            top_logprobs=token.draw.top,
-            output_s=this.output_s if first else 0.0,
-            draft_s=this.draft_s if first else 0.0,
-            forward_s=this.forward_s if first else 0.0,
-            sampling_s=token.sampling_s,
-            text_s=token.text_s,
-            at_s=token.at_s,
+    for place, drawn in enumerate(this.drawn):
+        index = this.first + place
+        if place:
+            yield make_step(
+                drawn, output, index=index, cached_tokens=cached_tokens, kv_bytes=kv_bytes, shared_forward=True
+            )
+            continue
+        yield make_step(
+            drawn,
+            output,
+            index=index,
             cached_tokens=cached_tokens,
             kv_bytes=kv_bytes,
-            drafted=len(this.drafted) if first else 0,
-            accepted=this.accepted if first else 0,
-            shared_forward=not first,
+            output_s=this.output_s,
+            forward_s=this.forward_s,
+            draft_s=this.draft_s,
+            drafted=len(this.drafted),
+            accepted=this.accepted,
         )
 
 
@@ -216,11 +197,9 @@ def make_drafting(
     """
     wanted = speculation is not None and speculation.kind == "draft-model"
     if wanted != (draft is not None):
-        raise UsageError("a draft model and speculation of the kind `draft-model` go together", hint="give both")
+        raise UsageError("a draft model and speculation of the kind `draft-model` need each other", hint="give both")
     if speculation is None:
         return None
-    if loaded.execution.compiled:
-        raise UsageError("a compiled step takes one token, so it does not go with speculation", hint="drop one of them")
     check_speculation(speculation, options, loaded.model.config, loaded.name)
     check = check_cost(loaded.device.type)
     if draft is None:
@@ -237,6 +216,3 @@ def make_drafting(
         check=check,
     )
     return Drafting(speculation=speculation, drafter=drafter, draft=draft, draft_cost=cost)
-
-
-# Who may speculate

@@ -14,12 +14,11 @@ SCHEMA_VERSION = 1
 _DRAFT_FIELDS = ("draft_s", "drafted", "accepted", "shared_forward")
 
 
-def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]:
+def run_document(trace: Trace) -> dict[str, Any]:
     """The document of a run; with an `error` when it broke after it began.
 
     Args:
         trace: a run that has started and finished.
-        startup_s: what came before the run by name, in seconds.
     """
     started, finished = trace.started, trace.finished
     if started is None or finished is None:
@@ -47,7 +46,7 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
         "context_limit": started.context_limit,
         "seed": started.sampling.seed,
         "sampling": _sampling(started),
-        "timing": _timing(trace, started, startup_s),
+        "timing": _timing(trace, started),
         "kv_cache": _kv_cache(trace, started),
         "speculation": _speculation(trace, started),
         "notes": [*started.notes, *finished.notes],
@@ -58,11 +57,9 @@ def run_document(trace: Trace, startup_s: Mapping[str, float]) -> dict[str, Any]
     return document
 
 
-def samples_document(
-    traces: Sequence[Trace], startup_s: Mapping[str, float], cache_peak: Mapping[str, Any]
-) -> dict[str, Any]:
+def samples_document(traces: Sequence[Trace], cache_peak: Mapping[str, Any]) -> dict[str, Any]:
     """Several samples of one prompt: what they share once, then each."""
-    documents = [run_document(trace, startup_s) for trace in traces]
+    documents = [run_document(trace) for trace in traces]
     own = ("text", "token_ids", "finish_reason", "finish_detail", "seed", "timing", "steps", "error")
     shared = {name: value for name, value in documents[0].items() if name not in (*own, "kv_cache")}
     samples = [
@@ -82,7 +79,7 @@ def job_record(job: Job | BadLine, trace: Trace | None, error: LlminferError | N
     }
     if trace is None or trace.started is None or trace.finished is None:
         return {**record, "error": error_fields(error) if error else None}
-    document = run_document(trace, {})
+    document = run_document(trace)
     kept = ("model", "text", "token_ids", "finish_reason", "finish_detail", "seed", "notes", "error")
     timing = document["timing"]
     return {
@@ -117,11 +114,11 @@ def _sampling(started: Started) -> dict[str, Any]:
     }
 
 
-def _timing(trace: Trace, started: Started, startup_s: Mapping[str, float]) -> dict[str, Any]:
+def _timing(trace: Trace, started: Started) -> dict[str, Any]:
     gaps = trace.itl_s
     return {
-        "import_s": startup_s.get("import"),
-        "convert_s": startup_s.get("convert"),
+        "import_s": started.startup_s.get("import"),
+        "convert_s": started.startup_s.get("convert"),
         "load_s": started.load_s,
         "tokenize_s": started.tokenize_s,
         "compile_s": started.compile_s,

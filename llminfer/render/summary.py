@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.text import Text
 
@@ -28,12 +28,11 @@ def started_line(started: Started) -> str:
     return f"{started.model} · {started.device} · {started.dtype} · {tokens} · {cache}"
 
 
-def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
+def summary(trace: Trace) -> Iterator[Text]:
     """The lines of the summary.
 
     Args:
         trace: a run that has started and finished.
-        startup_s: what came before the run by name (`import`, `convert`, `load`), in seconds.
     """
     started, finished = trace.started, trace.finished
     if started is None or finished is None:
@@ -42,7 +41,7 @@ def summary(trace: Trace, startup_s: Mapping[str, float]) -> Iterator[Text]:
     if started.weights_bytes is not None:
         engine = () if started.engine == "transformers" else (f"{started.engine} engine",)
         yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held", *engine)
-    before = {**startup_s, "tokenize": started.tokenize_s}
+    before = {**started.startup_s, "tokenize": started.tokenize_s}
     if started.compile_s is not None:
         before["compile"] = started.compile_s
     yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))

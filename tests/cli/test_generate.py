@@ -395,7 +395,7 @@ def test_prompts_that_cannot_be_used_are_usage_errors(
         (b"\xff\xfe", ("generate",), "standard input is empty"),
         (b"", ("generate", "--prompt-file", str(file)), "not UTF-8 text (byte 3)"),
         (b"", ("generate", "--prompt-file", str(tmp_path / "none.txt")), "cannot read"),
-        (b"", ("generate", "a", "--prompt-file", str(file)), "two prompts"),
+        (b"", ("generate", "a", "--prompt-file", str(file)), "a prompt and --prompt-file cannot be combined"),
     ]
     for data, arguments, message in cases:
         code, out, err = run_with_stdin(monkeypatch, run_cli, data, *arguments)

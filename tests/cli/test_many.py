@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llminfer.errors import LlminferError, UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
-from llminfer.params import StopCriteria
+from llminfer.request import GenerationRequest
 
 Cli = Callable[..., tuple[int, bytes, str]]
 
@@ -107,7 +107,7 @@ def test_no_line_breaks_the_reader(line: bytes, tmp_path_factory: pytest.TempPat
     file = tmp_path_factory.mktemp("jobs") / "prompts.jsonl"
     file.write_bytes(line)
     try:
-        jobs = list(read_jobs(file, StopCriteria()))
+        jobs = list(read_jobs(file, GenerationRequest()))
     except UsageError:  # the whole file is in an encoding that it does not keep to, or UTF-16 without a mark
         assert b"\0" in line[:2] or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from llminfer.api import generate
 from llminfer.cli.app import run
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.load import load
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.native import build

@@ -265,7 +265,7 @@ def test_a_record_is_kept_to_the_byte(tmp_path: Path) -> None:
             _tidy(output)
 
 
-# What does not go together
+# What cannot be combined
 
 
 @pytest.mark.parametrize("several", [("--prompts", "in.txt"), ("x", "--num-samples", "2")])
@@ -297,14 +297,14 @@ def test_what_is_for_a_single_run_is_refused_before_loading(
     assert code == 2
     assert err.startswith("error: --")
     if options != ("--kv-bits", "8"):
-        assert "these do not go together" in err
+        assert "cannot be combined" in err
 
 
 @pytest.mark.parametrize("option", ["--echo", "--print-token-ids", "--steps"])
-def test_what_shows_a_single_run_does_not_go_with_prompts(run_cli: Cli, tmp_path: Path, option: str) -> None:
+def test_what_shows_a_single_run_cannot_be_combined_with_prompts(run_cli: Cli, tmp_path: Path, option: str) -> None:
     (tmp_path / "in.txt").write_text("a\n")
     code, _, err = run_cli("generate", "-m", "/no/such/model", "--prompts", tmp_path / "in.txt", option)
-    assert (code, err.splitlines()[0]) == (2, f"error: --prompts and {option}: these do not go together")
+    assert (code, err.splitlines()[0]) == (2, f"error: --prompts and {option} cannot be combined")
 
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8", "int4"])

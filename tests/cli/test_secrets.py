@@ -118,7 +118,7 @@ def test_an_unforeseen_error_is_one_line(check: Callable[..., str], monkeypatch:
     def fail(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("division by zero\nand more lines")
 
-    monkeypatch.setattr("llminfer.engine.generate.encode_prompt", fail)
+    monkeypatch.setattr("llminfer.engine.prepare.encode_prompt", fail)
     err = check("generate", PROMPT, "-m", "good", code=1)
     assert err == "error: ZeroDivisionError: division by zero\nhint: this is a fault of ours; --debug shows where\n"
 

@@ -79,7 +79,7 @@ def test_files_may_have_any_name(run_cli: Cli, scripted: Scripted, tmp_path: Pat
 def test_utf_8_is_read_where_the_locale_knows_none() -> None:
     program = (
         "import sys, llminfer.cli.generate as g; from llminfer.cli.app import run\n"
-        "g.run = lambda request, debug: print(ascii(request.text), ascii(request.stop.stop))\n"
+        "g.run = lambda command: print(ascii(command.request.text), ascii(command.request.stop.stop))\n"
         "sys.exit(run(sys.argv[1:]))"
     )
     done = subprocess.run(

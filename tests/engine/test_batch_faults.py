@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from llminfer.api import generate, generate_batch, generate_samples
 from llminfer.cli.prompts import ManyPrompts, write_results
 from llminfer.engine import batch_generate as many
-from llminfer.engine.batch_generate import run_jobs
 from llminfer.engine.batch_loop import Row, decode_batch
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.kv_cache.batched import JoinedCache
 from llminfer.engine.load import load
 from llminfer.engine.machine.clock import Clock
@@ -28,6 +28,7 @@ from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.events import Finished, Trace
 from llminfer.jobs import Job, read_jobs
 from llminfer.params import SamplingParams, StopCriteria
+from llminfer.request import make_request
 from tests.engine.test_batch_loop import CONFIGS, alone, collect, output_of
 
 ERRORS = {
@@ -179,10 +180,11 @@ def written(loaded: LoadedModel, folder: Path, mode: Any) -> tuple[int, list[dic
     file.write_text("one\na longer one\nthree\n")
     output.unlink(missing_ok=True)
     asked = ManyPrompts(file=file, batch_size=2, output=output, resume=False)
-    jobs = [job for job in read_jobs(file, StopCriteria(max_new_tokens=3)) if isinstance(job, Job)]
-    results = run_jobs(loaded, jobs, sampling={"seed": 3, "temperature": 0.9}, batch_size=2)
+    common = make_request(sampling={"seed": 3, "temperature": 0.9}, stop=StopCriteria(max_new_tokens=3))
+    jobs = [job for job in read_jobs(file, common) if isinstance(job, Job)]
+    results = generate_batch(loaded, [job.request for job in jobs], batch_size=2)
     with mode:
-        code = write_results(results, [1, 2, 3], asked, _NoInterrupt(), verbose=False, origin={})
+        code = write_results(results, jobs, asked, _NoInterrupt(), verbose=False, origin={})
     return code, [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]], jobs
 
 
@@ -195,7 +197,7 @@ def test_results_are_written_in_order_wherever_memory_runs_out(
     expected = []
     for job in jobs:
         trace = Trace()
-        for event in generate(loaded, job.prompt or "", sampling={"seed": 3, "temperature": 0.9}, stop=job.stop):
+        for event in generate(loaded, job.request):
             trace.add(event)
         expected.append(trace.token_ids)
     assert clean.sites is not None
@@ -216,16 +218,17 @@ def test_results_are_written_in_order_wherever_memory_runs_out(
 
 def test_results_that_wait_are_written_when_the_run_breaks(loaded: LoadedModel, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    asked = ManyPrompts(file=None, batch_size=2, output=output, resume=False)
-    (tmp_path / "in.txt").write_text("one\ntwo\n")
-    one, two = read_jobs(tmp_path / "in.txt", StopCriteria(max_new_tokens=1))
+    file = tmp_path / "in.txt"
+    asked = ManyPrompts(file=file, batch_size=2, output=output, resume=False)
+    file.write_text("one\ntwo\n")
+    jobs = list(read_jobs(file, make_request(stop=StopCriteria(max_new_tokens=1))))
 
     def results() -> Any:
-        yield next(iter(run_jobs(loaded, [two], sampling={}, batch_size=1)))
+        yield replace(next(generate_batch(loaded, ["two"], batch_size=1)), index=1)
         raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        write_results(results(), [one.line, two.line], asked, _NoInterrupt(), verbose=False, origin={})
+        write_results(results(), jobs, asked, _NoInterrupt(), verbose=False, origin={})
     assert b'"line": 2' in output.read_bytes()
 
 
@@ -273,11 +276,11 @@ def test_samples_that_do_not_fit_together_are_those_of_their_seeds(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"sampling": {"seed": 3}, "stop": StopCriteria(max_new_tokens=4)}
-    together = [trace.token_ids for trace in many.run_samples(loaded, "hello", 5, **options)]
+    together = [trace.token_ids for trace in generate_samples(loaded, "hello", 5, **options).traces]
     monkeypatch.setattr(many, "_fits", lambda loaded: lambda rows, held_bytes: len(rows) <= 2)
-    peak = many.BatchPeak()
-    assert [trace.token_ids for trace in many.run_samples(loaded, "hello", 5, peak=peak, **options)] == together
-    assert peak.rows == 2
+    samples = generate_samples(loaded, "hello", 5, **options)
+    assert [trace.token_ids for trace in samples.traces] == together
+    assert samples.peak.rows == 2
 
 
 def test_a_broken_text_ends_its_row_alone() -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from llminfer.engine import batch_generate
-from llminfer.engine.batch_generate import run_jobs, run_samples
+from llminfer.api import generate, generate_batch, generate_samples
+from llminfer.engine import prepare
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.load import LoadedModel, load
 from llminfer.errors import GenerationFailed, InvalidParams, UsageError
 from llminfer.events import Started
-from llminfer.jobs import Job
 from llminfer.params import Execution, SamplingParams, StopCriteria
 
 ONE = StopCriteria(max_new_tokens=1)
@@ -26,15 +24,11 @@ def loaded(tiny_llama: Path) -> LoadedModel:
     return load(inspect_checkpoint(tiny_llama), device="cpu", dtype="float32")
 
 
-def jobs(*texts: str) -> list[Job]:
-    return [Job(line=at, id=str(at), digest="", prompt=text, stop=ONE) for at, text in enumerate(texts, start=1)]
-
-
 def test_bad_words_are_added_to_the_ids_that_are_given(loaded: LoadedModel) -> None:
     options: dict[str, Any] = {"sampling": {"bad_words": ((7, 8),), "seed": 1}, "bad_words": ["x"]}
     alone = next(generate(loaded, "a", stop=ONE, **options))
-    (result,) = run_jobs(loaded, jobs("a"), batch_size=1, **options)
-    (sample,) = run_samples(loaded, "a", 1, stop=ONE, **options)
+    (result,) = generate_batch(loaded, ["a"], stop=ONE, **options)
+    (sample,) = generate_samples(loaded, "a", 1, stop=ONE, **options).traces
     assert isinstance(alone, Started)
     assert result.trace is not None
     assert (7, 8) in alone.sampling.bad_words
@@ -47,30 +41,28 @@ def test_bad_words_are_added_to_the_ids_that_are_given(loaded: LoadedModel) -> N
 def test_a_job_that_breaks_in_an_unforeseen_way_is_one_error(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = batch_generate.encode_prompt
+    real = prepare.encode_prompt
 
     def encode(tokenizer: Any, text: str, **options: Any) -> Any:
         if text == "two":
             raise TypeError("no such thing")
         return real(tokenizer, text, **options)
 
-    monkeypatch.setattr(batch_generate, "encode_prompt", encode)
-    results = {
-        result.job.line: result for result in run_jobs(loaded, jobs("one", "two", "x"), sampling={}, batch_size=2)
-    }
-    assert sorted(results) == [1, 2, 3]
-    assert isinstance(results[2].error, GenerationFailed)
-    assert "TypeError: no such thing" in results[2].error.message
-    assert results[1].trace is not None
-    assert results[3].trace is not None
+    monkeypatch.setattr(prepare, "encode_prompt", encode)
+    results = {result.index: result for result in generate_batch(loaded, ["one", "two", "x"], batch_size=2, stop=ONE)}
+    assert sorted(results) == [0, 1, 2]
+    assert isinstance(results[1].error, GenerationFailed)
+    assert "TypeError: no such thing" in results[1].error.message
+    assert results[0].trace is not None
+    assert results[2].trace is not None
 
 
 def test_a_native_step_that_is_not_taken_is_said_to_be_so(loaded: LoadedModel) -> None:
     native = replace(loaded, forward_factory=lambda *arguments, **options: None)
     said = "the native step is not taken over a dynamic cache"
     alone = next(generate(native, "a", stop=ONE, cache="dynamic"))
-    (result,) = run_jobs(native, jobs("a"), sampling={}, batch_size=1)
-    (sample,) = run_samples(native, "a", 1, sampling={}, stop=ONE)
+    (result,) = generate_batch(native, ["a"], stop=ONE)
+    (sample,) = generate_samples(native, "a", 1, stop=ONE).traces
     assert result.trace is not None
     for started in (alone, result.trace.started, sample.started):
         assert isinstance(started, Started)
@@ -83,9 +75,9 @@ def test_a_native_step_that_is_not_taken_is_said_to_be_so(loaded: LoadedModel) -
 def test_a_compiled_model_does_not_run_in_a_batch_as_if_it_were_none(loaded: LoadedModel) -> None:
     compiled = replace(loaded, execution=Execution(compiled=True))
     with pytest.raises(UsageError, match="--compile"):
-        list(run_jobs(compiled, jobs("a"), sampling={}, batch_size=1))
+        list(generate_batch(compiled, ["a"]))
     with pytest.raises(UsageError, match="--compile"):
-        run_samples(compiled, "a", 2, sampling={})
+        generate_samples(compiled, "a", 2)
 
 
 @pytest.mark.parametrize(

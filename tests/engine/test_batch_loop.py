@@ -15,7 +15,7 @@ from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import make_sampler
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.events import Finished, Step
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import read_model
@@ -73,8 +73,7 @@ def output_of(limit: int, eos: frozenset[int] = frozenset()) -> Output:
         detokenizer=NoText(),
         matcher=StopMatcher(()),
         eos_ids=eos,
-        max_new_tokens=limit,
-        limit_reason="length",
+        limit=TokenLimit(tokens=limit),
         token_text=str,
     )
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
+from llminfer.api import generate
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.load import load
 from llminfer.errors import GenerationFailed, OutOfMemory
 from llminfer.events import Finished, Started

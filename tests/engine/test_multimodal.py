@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from llminfer.api import generate
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.load import load
 from llminfer.engine.models.quirks import QUIRKS
 from llminfer.engine.models.support import check_direction, check_inputs, check_model_type, read_architecture

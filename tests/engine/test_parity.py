@@ -10,12 +10,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from llminfer.api import generate
 from llminfer.engine.forward.forward import PlainForward, PreparedForward, UncachedForward, make_forward
-from llminfer.engine.generate import generate
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import make_sampler
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.events import Started, Step
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import read_model
@@ -66,8 +66,7 @@ def our_steps(model: Any, prompt_ids: list[int], forward: Any, params: SamplingP
         detokenizer=NoText(),
         matcher=StopMatcher(()),
         eos_ids=frozenset(),
-        max_new_tokens=count,
-        limit_reason="length",
+        limit=TokenLimit(tokens=count),
         token_text=str,
     )
     return decode(forward, make_sampler(params, prompt_ids, model.device), output, Clock(), prompt_ids=prompt_ids)

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from llminfer.api import generate
 from llminfer.engine.forward import chunks as chunks_module
 from llminfer.engine.forward.chunks import DEFAULT_PREFILL_CHUNK, prefill_chunk
 from llminfer.engine.forward.forward import PlainForward, PreparedForward, make_forward
-from llminfer.engine.generate import generate
 from llminfer.engine.models.quirks import QUIRKS
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.events import Started, Step

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llminfer.api import generate
 from llminfer.engine import prompt_cache
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
-from llminfer.engine.generate import generate
 from llminfer.engine.load import load
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prompt_cache import load_prompt_cache

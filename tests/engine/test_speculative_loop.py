@@ -30,7 +30,7 @@ from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import Draw, make_sampler
 from llminfer.engine.speculation.checks import check_speculation, why_not_speculate
 from llminfer.engine.speculative_loop import decode_drafts
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.errors import InvalidParams, UnsupportedArchitecture, UsageError
 from llminfer.events import Finished, Started, Step, Trace
 from llminfer.kv.footprint import footprint
@@ -139,8 +139,7 @@ def speculated(
         detokenizer=NoText(),
         matcher=StopMatcher(stops),
         eos_ids=frozenset({2}),
-        max_new_tokens=limit,
-        limit_reason="length",
+        limit=TokenLimit(tokens=limit),
         token_text=str,
     )
     trace = Trace()

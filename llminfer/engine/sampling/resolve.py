@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llminfer.engine.text.prompt import encode_bad_words
 from llminfer.errors import InvalidParams
 from llminfer.params import (
     NEVER_FROM_MODEL,
     SAMPLER_FIELDS,
     SAMPLING_RANGES,
+    SamplingOverrides,
     SamplingParams,
     StopCriteria,
     check_range,
@@ -53,12 +53,15 @@ _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 def effective_sampling(
-    flags: Mapping[str, Any], model_defaults: Mapping[str, Any]
+    asked: SamplingOverrides, model_defaults: Mapping[str, Any], bad_words: Sequence[tuple[int, ...]] = ()
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The sampling in force: flags, then the model's own generation_config, then temperature 1 unfiltered.
+    """The sampling in force: what was asked, then the model's own generation_config, then temperature 1 unfiltered.
 
     A generation_config that says `do_sample: false` means temperature 0. Without a seed a random
     one is drawn, so that the run can be repeated.
+
+    Args:
+        bad_words: the ids of the texts that were asked not to be completed.
 
     Returns:
         The params, each with its origin, and notes on what the generation_config states but this
@@ -67,6 +70,9 @@ def effective_sampling(
     Raises:
         InvalidParams: for a value out of its range, wherever it came from.
     """
+    flags = asked.stated()
+    if bad_words:
+        flags["bad_words"] = (*asked.bad_words, *bad_words)
     stated = dict(model_defaults)
     if stated.get("do_sample") is False:
         stated["temperature"] = 0.0
@@ -87,13 +93,6 @@ def effective_sampling(
     if "seed" not in values:
         values["seed"], origins["seed"] = random.SystemRandom().randrange(2**32), "random"
     return SamplingParams(**values, origins=origins), tuple(_notes(stated, origins))
-
-
-def with_bad_words(sampling: Mapping[str, Any], tokenizer: Any, words: Sequence[str]) -> dict[str, Any]:
-    """Sampling values by name, with the ids of these words beside those that it forbids already."""
-    if not words:
-        return dict(sampling)
-    return {**sampling, "bad_words": (*(sampling.get("bad_words") or ()), *encode_bad_words(tokenizer, words))}
 
 
 def effective_stop(stop: StopCriteria, model_defaults: Mapping[str, Any]) -> StopCriteria:

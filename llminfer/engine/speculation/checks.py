@@ -9,9 +9,6 @@ from llminfer.engine.text.tokenizer import Tokenizer
 from llminfer.errors import UnsupportedArchitecture, UsageError
 from llminfer.params import CacheOptions, Speculation
 
-# what can be cut back as far as its layers can, and what keeps nothing
-SPECULATIVE_CACHES = frozenset({"dynamic", "growing", "static", "none"})
-
 
 def check_speculation(speculation: Speculation, options: CacheOptions, config: Config, source: str) -> None:
     """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
@@ -21,16 +18,11 @@ def check_speculation(speculation: Speculation, options: CacheOptions, config: C
         source: names the model in errors.
 
     Raises:
-        UsageError: for a cache that does not go with it.
         UnsupportedArchitecture: naming what about the model stands against it.
     """
-    flag = "--draft" if speculation.kind == "draft-model" else f"--speculate {speculation.kind}"
-    if options.name not in SPECULATIVE_CACHES:
-        what = "--kv-window" if options.window is not None else f"--cache {options.kind}"
-        raise UsageError(f"{flag} does not go with {what}: that cache cannot be cut back", hint="drop one of them")
     reason = why_not_speculate(config, options.name)
     if reason is not None:
-        raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {flag}")
+        raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {speculation.option}")
 
 
 def why_not_speculate(config: Config, cache: str = "dynamic") -> str | None:

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-from llminfer.engine.text.detokenizer import Detokenizer
+from llminfer.engine.machine.clock import Clock
+from llminfer.engine.text.detokenizer import Detokenizer, make_detokenizer, special_token_ids
+from llminfer.engine.text.tokenizer import Tokenizer
+from llminfer.errors import UsageError
 from llminfer.events import FinishReason
+from llminfer.params import StopCriteria
 
 
 @dataclass(slots=True)
@@ -60,13 +64,44 @@ class StopMatcher:
         return 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimit:
+    """The most tokens to generate, and what reaching that is called."""
+
+    tokens: int
+    reason: FinishReason = "length"
+
+
+def token_limit(
+    prompt_tokens: int, max_new_tokens: int, context: int | None, *, conversation: bool = False
+) -> TokenLimit:
+    """The most tokens to generate, and why no more.
+
+    A model with a context of C is fed C tokens at most; the last one generated is not fed again,
+    so prompt + generated − 1 ≤ C.
+
+    Raises:
+        UsageError: for a prompt, or a conversation, longer than the context.
+    """
+    if context is None:
+        return TokenLimit(tokens=max_new_tokens)
+    if prompt_tokens > context:
+        what = "with this message the conversation" if conversation else "the prompt"
+        raise UsageError(
+            f"{what} has {prompt_tokens} tokens, and the model's context is {context}",
+            hint="shorten the message, or begin a new conversation" if conversation else "shorten the prompt",
+        )
+    room = context - prompt_tokens + 1
+    return TokenLimit(tokens=max_new_tokens) if max_new_tokens <= room else TokenLimit(tokens=room, reason="context")
+
+
 @dataclass(slots=True, kw_only=True)
 class Output:
     """Turns generated ids into the text to show, until `reason` says why the run ends.
 
     Attributes:
         eos_ids: ids that end the run; their own text is never shown.
-        max_new_tokens: the most ids to take, and `limit_reason` what reaching that is called.
+        limit: the most ids to take.
         token_text: a token's own text, for records.
         hidden_texts: of tokens that are not shown, the texts that stop texts may be found in.
         out_of_time: whether the time limit is reached.
@@ -76,14 +111,17 @@ class Output:
     detokenizer: Detokenizer
     matcher: StopMatcher
     eos_ids: frozenset[int]
-    max_new_tokens: int
-    limit_reason: FinishReason
+    limit: TokenLimit
     token_text: Callable[[int], str]
     hidden_texts: Mapping[int, str] = field(default_factory=dict)
     out_of_time: Callable[[], bool] = lambda: False
     count: int = 0
     reason: FinishReason | None = None
     detail: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limit.tokens:
+            self.reason = self.limit.reason
 
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that became final with it."""
@@ -94,8 +132,8 @@ class Output:
         text = self.matcher.push(self.detokenizer.push(token_id), self.hidden_texts.get(token_id, ""))
         if self.matcher.matched is not None:
             self.reason, self.detail = "stop", self.matcher.matched
-        elif self.count >= self.max_new_tokens:
-            self.reason = self.limit_reason
+        elif self.count >= self.limit.tokens:
+            self.reason = self.limit.reason
         elif self.out_of_time():
             self.reason = "time"
         return text
@@ -108,3 +146,43 @@ class Output:
         if self.matcher.matched is not None:
             self.reason, self.detail = "stop", self.matcher.matched
         return text + self.matcher.flush()
+
+
+def make_output(
+    tokenizer: Tokenizer,
+    stop: StopCriteria,
+    limit: TokenLimit,
+    clock: Clock,
+    *,
+    eos_ids: frozenset[int] = frozenset(),
+    began_s: float = 0.0,
+) -> Output:
+    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time.
+
+    `began_s` is when the run began on the clock.
+    """
+    max_time_s = stop.max_time_s
+    return Output(
+        detokenizer=make_detokenizer(tokenizer),
+        matcher=StopMatcher(stop.stop),
+        hidden_texts=_hidden_texts(tokenizer, stop.stop),
+        eos_ids=frozenset() if stop.ignore_eos else eos_ids,
+        limit=limit,
+        token_text=lambda token_id: token_text(tokenizer, token_id),
+        out_of_time=(lambda: False) if max_time_s is None else (lambda: clock.elapsed() - began_s >= max_time_s),
+    )
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's own text, special tokens included; a sentencepiece word keeps its leading space."""
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    return f" {text}" if token and token.startswith("▁") and not text.startswith(" ") else text
+
+
+def _hidden_texts(tokenizer: Tokenizer, stops: Sequence[str]) -> dict[int, str]:
+    """The special tokens that a stop text names: they are not shown, and end a run all the same."""
+    if not stops:
+        return {}
+    texts = {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in special_token_ids(tokenizer)}
+    return {token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in stops)}

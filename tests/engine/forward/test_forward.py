@@ -12,7 +12,7 @@ from llminfer.engine.forward.forward import PlainForward, PreparedForward, Uncac
 from llminfer.engine.loop import decode
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.sampling.sampler import make_sampler
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from llminfer.events import Step
 from llminfer.params import SamplingParams
 from tests.engine.test_parity import WINDOW, NoText, prompt_of, reference_ids, tiny_config
@@ -34,8 +34,7 @@ def steps_of(forward: Any, ids: list[int], count: int, cached: int = 0) -> list[
         detokenizer=NoText(),
         matcher=StopMatcher(()),
         eos_ids=frozenset(),
-        max_new_tokens=count,
-        limit_reason="length",
+        limit=TokenLimit(tokens=count),
         token_text=str,
     )
     sample = make_sampler(GREEDY, ids, torch.device("cpu"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llminfer.engine.sampling.resolve import APPLIED, NOT_APPLIED, effective_sampling, effective_stop
 from llminfer.errors import InvalidParams
-from llminfer.params import StopCriteria
+from llminfer.params import SamplingOverrides, StopCriteria
 from tests.tiny_checkpoints import save_tiny_checkpoint
 
 Cli = Callable[..., tuple[int, bytes, str]]
@@ -41,7 +41,7 @@ def test_every_field_of_a_generation_config_is_classified_once() -> None:
 def test_what_is_stated_and_off_is_no_note() -> None:
     defaults = GenerationConfig._get_default_generation_params()
     stated = {name: value for name, value in defaults.items() if value is not None and name != "do_sample"}
-    params, notes = effective_sampling({}, {**stated, "do_sample": True})
+    params, notes = effective_sampling(SamplingOverrides(), {**stated, "do_sample": True})
     assert notes == ()
     assert params.top_k == 50
 
@@ -58,7 +58,7 @@ def test_what_is_stated_and_off_is_no_note() -> None:
     ],
 )
 def test_what_changes_the_text_and_is_not_applied_is_named(field: str, value: object) -> None:
-    _, notes = effective_sampling({}, {field: value})
+    _, notes = effective_sampling(SamplingOverrides(), {field: value})
     assert notes == (f"the model's generation_config also states {field}, not applied",)
 
 
@@ -89,7 +89,7 @@ def test_a_watermark_in_a_file_is_named(run_cli: Cli, tmp_path: Path) -> None:
 def test_sampling_stated_without_do_sample_is_applied_and_noted(
     flags: dict[str, Any], stated: dict[str, Any], noted: bool
 ) -> None:
-    params, notes = effective_sampling(flags, stated)
+    params, notes = effective_sampling(SamplingOverrides(**flags), stated)
     assert any("no do_sample" in note for note in notes) == noted
     if noted:
         assert params.temperature == stated.get("temperature", 1.0)

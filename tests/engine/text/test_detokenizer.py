@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from llminfer.engine.text.detokenizer import make_detokenizer
-from llminfer.engine.text.output import Output, StopMatcher
+from llminfer.engine.text.output import Output, StopMatcher, TokenLimit
 from tests.tiny_checkpoints import byte_level_tokenizer, sentencepiece_tokenizer
 
 PIECES = ("Hello", " big", " world", "\ufffd", "日本", "👩‍👩‍👧", "é", "\n\n", "  ", "don't", " .")
@@ -113,8 +113,7 @@ def test_characters_of_byte_tokens_come_at_once_and_stop() -> None:
         detokenizer=make_detokenizer(tokenizer),
         matcher=StopMatcher(["🐙。"]),
         eos_ids=frozenset(),
-        max_new_tokens=99,
-        limit_reason="length",
+        limit=TokenLimit(tokens=99),
         token_text=str,
     )
     texts = []
