@@ -48,7 +48,7 @@ def load(
     compiled: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a model with its tokenizer; nothing is printed, and no library's logging is changed.
+    """Load a model with its tokenizer; what transformers prints on the way is its caller's to silence.
 
         >>> model = load()  # the built-in one
         >>> model.name, model.context_limit
@@ -96,8 +96,8 @@ def generate(
 ) -> Generator[Event, None, None]:
     """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
 
-        >>> greedy, stop = {"temperature": 0}, StopCriteria(max_new_tokens=8)
-        >>> started, *steps, finished = generate(load(), "The capital of France?", sampling=greedy, stop=stop)
+        >>> events = generate(model, "What is the capital of France?", sampling={"temperature": 0})
+        >>> started, *steps, finished = events
         >>> "".join(step.text for step in steps), finished.reason
         ('The capital of France is Paris.', 'eos')
         >>> steps[-1].kv_bytes == finished.kv.total_bytes  # measured, predicted
@@ -137,10 +137,10 @@ def generate_batch(
     The tokens of each are in float32 those that it gets alone. A prompt that cannot start has an error in
     its result and stops nothing.
 
-        >>> asked, stop = ["The capital of France?", "The capital of Italy?"], StopCriteria(max_new_tokens=8)
-        >>> results = generate_batch(load(), asked, stop=stop, sampling={"temperature": 0})
+        >>> asked = ["What is the capital of France?", "What is the capital of Japan?"]
+        >>> results = generate_batch(model, asked, sampling={"temperature": 0})
         >>> [result.trace.text for result in sorted(results, key=lambda result: result.index)]
-        ['The capital of France is Paris.', 'The capital of Italy is Rome.']
+        ['The capital of France is Paris.', 'The capital of Japan is Tokyo.']
 
     Args:
         model: from `load`.
@@ -166,7 +166,7 @@ def generate_samples(
 ) -> Samples:
     """Several samples of one prompt, which is prefilled once; sample i has the seed of a run of its own plus i.
 
-        >>> samples = generate_samples(load(), "Hi", 2, sampling={"seed": 1}, stop=StopCriteria(max_new_tokens=4))
+        >>> samples = generate_samples(model, "Hi", 2, sampling={"seed": 1}, stop=StopCriteria(max_new_tokens=4))
         >>> [trace.started.sampling.seed for trace in samples.traces]
         [1, 2]
 

@@ -28,6 +28,13 @@ def looks_like_path(name: str) -> bool:
     )
 
 
+def hide_bars() -> None:
+    """For a program whose own the screen is: the Hub's client shows no bars."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+
+
 def fetch_checkpoint(name: str, *, revision: str | None = None, allow_pickle: bool = False, code: bool = False) -> Path:
     """The local folder of a Hub model, downloaded unless it is in the Hub's cache already.
 

@@ -12,6 +12,7 @@ import pytest
 
 import llminfer
 import llminfer.api
+import llminfer.engine.conversation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".sh"})
@@ -43,9 +44,19 @@ def test_every_example_is_described_in_the_readme() -> None:
     assert all(example.name in readme for example in EXAMPLES)
 
 
-def test_the_doctests_of_the_package() -> None:
-    for module in (llminfer, llminfer.api):
-        assert doctest.testmod(module).failed == 0
+def test_the_doctests_of_the_package(default_checkpoint: Path) -> None:
+    names = {name: getattr(llminfer, name) for name in llminfer.__all__}
+    for module in (llminfer, llminfer.api, llminfer.engine.conversation):
+        result = doctest.testmod(module, extraglobs={**names, "model": llminfer.load()})
+        assert result.attempted
+        assert result.failed == 0
+
+
+def test_the_page_of_the_library_is_true(default_checkpoint: Path) -> None:
+    page = ROOT / "docs" / "library.md"
+    result = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+    assert result.attempted > 20
+    assert result.failed == 0
 
 
 def test_the_public_names_are_what_they_say() -> None:

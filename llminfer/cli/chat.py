@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from llminfer.cli.standard_streams import write_text
 from llminfer.cli.stream import stream, text_of
 from llminfer.errors import LlminferError, UsageError
 from llminfer.exclusions import check_together
-from llminfer.params import CacheOptions, Execution, StopCriteria, check_known, check_range
-from llminfer.request import GenerationRequest, LoadRequest, make_speculation
+from llminfer.params import CacheOptions, StopCriteria, check_known
+from llminfer.request import GenerationRequest, make_speculation
 from llminfer.transcript import Message, Transcript, read_transcript, write_transcript
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def chat(
+    context: typer.Context,
     *,
     model: options.ModelName = None,
     revision: options.Revision = None,
@@ -66,36 +66,15 @@ def chat(
     ends the chat, Alt-Enter begins a new line, /help lists the commands. From a pipe, each line is a
     message, and the exit code is that of the first error.
     """
-    sampling = options.read_sampling(
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        }
-    )
-    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)
-    execution = Execution(weights=weights, engine=engine, compiled=compiled)
+    sampling = options.read_sampling(context.params)
+    choice = options.read_load_request(context.params)
     if cache is not None:
         check_known("--cache", cache, ("dynamic", "growing", "none"))
-    given = {"--system": system is not None, "--load": load is not None}
-    check_together({"chat", *(option for option, is_given in given.items() if is_given), *execution.given()})
-    choice = LoadRequest(
-        model=model,
-        revision=revision,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-        execution=execution,
-    )
+    check_together({"chat"} | options.given(context) | choice.execution.given())
     request = GenerationRequest(
         sampling=sampling,
         stop=StopCriteria(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos),
-        cache=CacheOptions(kind=cache or execution.default_cache),
+        cache=CacheOptions(kind=cache or choice.execution.default_cache),
         speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
     )
     begin = _system_messages(system)
@@ -110,8 +89,8 @@ def chat(
     conversation = Conversation(loaded, request, messages=begin, draft=drafts)
     session = _Session(conversation=conversation, model=loaded.name, begin=begin, verbose=not quiet, debug=debug)
     element = str(loaded.dtype).removeprefix("torch.")
-    context = f"context of {loaded.context_limit} tokens" if loaded.context_limit else "no stated context limit"
-    session.say(f"{loaded.name} · {loaded.device} · {element} · {context} · /help lists the commands")
+    limit = f"context of {loaded.context_limit} tokens" if loaded.context_limit else "no stated context limit"
+    session.say(f"{loaded.name} · {loaded.device} · {element} · {limit} · /help lists the commands")
     if transcript is not None:
         session.go_on_with(transcript)
     return _talk(session, read)

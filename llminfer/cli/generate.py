@@ -18,12 +18,13 @@ from llminfer.cli.standard_streams import read_stdin
 from llminfer.errors import InvalidParams, UsageError
 from llminfer.exclusions import check_together
 from llminfer.kv.quantizers import quantizer
-from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, Execution, StopCriteria, check_range
-from llminfer.request import GenerationRequest, LoadRequest, make_speculation
+from llminfer.params import DEFAULT_KV_BITS, MAX_BIAS, CacheOptions, StopCriteria, check_range
+from llminfer.request import GenerationRequest, make_speculation
 from llminfer.text import decode_text, without_line_end
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - or a pipe reads standard input.", show_default=False)
     ] = None,
@@ -139,61 +140,24 @@ def generate(
     The text goes to standard output, the summary to standard error.
     """
     sampling = options.read_sampling(
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "typical_p": typical_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "min_new_tokens": min_new_tokens,
-            "logprobs": logprobs,
-            "seed": seed,
-        },
-        logit_bias=parse_logit_bias(logit_bias or []) or None,
-        bad_texts=tuple(bad_words or ()),
+        context.params, logit_bias=parse_logit_bias(logit_bias or []) or None, bad_texts=tuple(bad_words or ())
     )
-    check_range("--max-new-tokens", max_new_tokens, 0, math.inf)
     check_range("--num-samples", num_samples, 1, 1024)
-    execution = Execution(weights=weights, engine=engine, compiled=compiled)
+    load = options.read_load_request(context.params)
     # several sequences share a dynamic cache, and a window is kept in one of its own
     plain = prompts is not None or num_samples > 1 or kv_window is not None
     caching = CacheOptions(
-        kind=cache or ("dynamic" if plain else execution.default_cache),
+        kind=cache or ("dynamic" if plain else load.execution.default_cache),
         bits=kv_bits,
         window=kv_window,
         prefill_chunk=prefill_chunk,
         file=prompt_cache,
     )
-    given = {
-        "a prompt": prompt is not None,
-        "--prompt-file": prompt_file is not None,
-        "--prompts": prompts is not None,
-        "--num-samples": num_samples > 1,
-        "--output": output_file is not None,
-        "--resume": resume,
-        "--json": json_output,
-        "--steps": steps,
-        "--echo": echo,
-        "--print-token-ids": print_token_ids,
-        "--logprobs": bool(logprobs),
-        "--speculate": speculate is not None,
-        "--draft": draft is not None,
-    }
-    check_together({*(option for option, is_given in given.items() if is_given), *caching.given(), *execution.given()})
+    check_together(options.given(context) | caching.given() | load.execution.given())
     if caching.kind == "quantized":
         quantizer(caching.bits or DEFAULT_KV_BITS)
-    load = LoadRequest(
-        model=model,
-        revision=revision,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-        execution=execution,
+    stop_criteria = StopCriteria(
+        max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
     )
     command = Command(
         load=load,
@@ -202,9 +166,7 @@ def generate(
             system=system,
             raw=raw,
             sampling=sampling,
-            stop=StopCriteria(
-                max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, max_time_s=max_time
-            ),
+            stop=stop_criteria,
             cache=caching,
             speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
         ),

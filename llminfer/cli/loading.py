@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+from llminfer.hub import hide_bars
 from llminfer.loader import LoadProgress, Progress, load_model
 from llminfer.request import LoadRequest
 
@@ -38,31 +39,18 @@ def _shown(verbose: bool) -> Iterator[Progress]:
 
                     advance = stack.enter_context(progress_bar(f"converting {event.name}, once", shown=verbose))
                 elif stage == "fetch":
-                    _quiet_hub(bars=verbose)
+                    if not (verbose and sys.stderr.isatty()):
+                        hide_bars()
                 else:
                     stack.enter_context(status(f"loading {event.name}", verbose))
             if stage == "load":
-                _quiet_transformers()
+                from llminfer.engine.load import quiet_transformers
+
+                quiet_transformers()
             if advance is not None and event.step:
                 advance(event.step, event.done, event.total)
 
         yield show
-
-
-def _quiet_hub(*, bars: bool) -> None:
-    """The client's own bars show what is fetched, where anybody looks."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not (bars and sys.stderr.isatty()):
-        disable_progress_bars()
-
-
-def _quiet_transformers() -> None:
-    """Its progress bars and advice are not for the users of a command; errors come as exceptions."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 @contextmanager

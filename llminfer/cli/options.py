@@ -1,14 +1,16 @@
-"""The options that several commands share: declared once, checked before anything is loaded."""
+"""The options that several commands share: declared once, read and checked once, before anything is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llminfer.params import SAMPLING_RANGES, SamplingOverrides, check_range
+from llminfer.params import SAMPLING_RANGES, Execution, SamplingOverrides, check_range
+from llminfer.request import LoadRequest
 
 ModelName = Annotated[
     str | None,
@@ -88,13 +90,35 @@ TrustRemoteCode = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
 
 
-def read_sampling(flags: Mapping[str, Any], **others: Any) -> SamplingOverrides:
-    """What the flags state of the sampling; `others` are fields of it that are not numbers.
+def given(context: typer.Context) -> frozenset[str]:
+    """The options that were given a value other than their default, and `a prompt`, for `check_together`."""
+    found = set()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value and value != parameter.default:
+            found.add("a prompt" if parameter.param_type_name == "argument" else max(parameter.opts, key=len))
+    return frozenset(found)
+
+
+def read_sampling(values: Mapping[str, Any], **others: Any) -> SamplingOverrides:
+    """What a command's options state of the sampling; `others` are fields of it that are not numbers.
 
     Raises:
-        InvalidParams: naming the flag and its range.
+        InvalidParams: naming the option and its range.
     """
-    for name, value in flags.items():
-        if value is not None:
-            check_range(f"--{name.replace('_', '-')}", value, *SAMPLING_RANGES[name])
-    return SamplingOverrides(**flags, **others)
+    stated = {name: values[name] for name in SAMPLING_RANGES if values.get(name) is not None}
+    for name, value in stated.items():
+        check_range(f"--{name.replace('_', '-')}", value, *SAMPLING_RANGES[name])
+    check_range("--max-new-tokens", values["max_new_tokens"], 0, math.inf)
+    return SamplingOverrides(**stated, **others)
+
+
+def read_load_request(values: Mapping[str, Any]) -> LoadRequest:
+    """Which model a command's options ask for, and how to load it.
+
+    Raises:
+        UsageError: for a value that is unknown, or options that cannot be combined.
+    """
+    names = ("model", "revision", "tokenizer", "device", "dtype", "allow_pickle", "trust_remote_code")
+    execution = Execution(weights=values["weights"], engine=values["engine"], compiled=values["compiled"])
+    return LoadRequest(**{name: values[name] for name in names}, execution=execution)

@@ -35,8 +35,8 @@ from llminfer.transcript import Message
 class Conversation:
     """A chat with a loaded model.
 
-        >>> chat = Conversation(load(), sampling={"temperature": 0}, stop=StopCriteria(max_new_tokens=8))
-        >>> for event in chat.ask("The capital of France?"):
+        >>> chat = Conversation(model, sampling={"temperature": 0})
+        >>> for event in chat.ask("What is the capital of France?"):
         ...     pass
         >>> chat.messages[-1].content
         'The capital of France is Paris.'

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
-from transformers.utils import is_peft_available
+from transformers.utils import is_peft_available, logging
 
 from llminfer.engine.backend import check_execution, load_dtype, prepare_execution
 from llminfer.engine.checkpoints.checkpoint import Checkpoint
@@ -242,6 +242,12 @@ def _adapter_notes(folder: Path) -> tuple[str, ...]:
 def _stated_generation_defaults(model: Any) -> dict[str, Any]:
     stated = model.generation_config.to_diff_dict()
     return {name: value for name, value in stated.items() if value is not None and not name.startswith("_")}
+
+
+def quiet_transformers() -> None:
+    """For a program whose own the screen is: no bars and no advice; errors come as exceptions all the same."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from llminfer.engine.text.output import Output, TokenLimit, make_output, token_l
 from llminfer.engine.text.prompt import Prompt, check_ids, encode_bad_words, encode_messages, encode_prompt
 from llminfer.events import Started
 from llminfer.kv.footprint import Footprint
-from llminfer.params import DEFAULT_KV_BITS, CacheOptions
+from llminfer.params import DEFAULT_KV_BITS, CacheOptions, SamplingParams, StopCriteria
 from llminfer.request import GenerationRequest
 
 
@@ -63,20 +63,13 @@ class PreparedRun:
 
     def make_sampler(self) -> Sampler:
         """What draws its tokens; it has a random generator and counts of its own."""
-        return make_sampler(
-            self.started.sampling, self.started.prompt_ids, self.loaded.device, eos_ids=self.loaded.eos_ids
-        )
+        started, loaded = self.started, self.loaded
+        return make_sampler(started.sampling, started.prompt_ids, loaded.device, loaded.eos_ids)
 
     def make_output(self) -> Output:
         """What turns its ids into text, and ends it."""
-        return make_output(
-            self.loaded.tokenizer,
-            self.started.stop,
-            self.limit,
-            self.clock,
-            eos_ids=self.loaded.eos_ids,
-            began_s=self.began_s,
-        )
+        loaded, stop = self.loaded, self.started.stop
+        return make_output(loaded.tokenizer, stop, self.limit, self.clock, eos_ids=loaded.eos_ids, began_s=self.began_s)
 
     def predict(self, steps: int) -> Footprint | None:
         """The cache after the prompt and so many tokens more, None when it cannot be predicted."""
@@ -107,13 +100,14 @@ def prepare_run(
     options = request.cache_for(loaded.execution)
     bad_words = encode_bad_words(loaded.tokenizer, request.sampling.bad_texts)
     sampling, notes = effective_sampling(request.sampling, loaded.generation_defaults, bad_words)
+    stop = effective_stop(request.stop, loaded.generation_defaults)
     clock = clock or Clock(synchronizer(loaded.device))
     clock.lap()
     began_s = clock.elapsed()
     prompt = _encode(loaded, request)
     tokenize_s = clock.lap()
     conversation = request.messages is not None
-    limit = token_limit(len(prompt.ids), request.stop.max_new_tokens, loaded.context_limit, conversation=conversation)
+    limit = token_limit(len(prompt.ids), stop.max_new_tokens, loaded.context_limit, conversation=conversation)
     opened = open_forward(prompt, limit, clock) if open_forward is not None else None
     reused, steps = len(opened.forward.ids) if opened else 0, max(limit.tokens - 1, 0)
     at_limit = TokenSchedule(
@@ -122,33 +116,12 @@ def prepare_run(
         reused=reused,
         room=(opened and opened.room) or len(prompt.ids) + steps,
     )
-    started = Started(
-        model=loaded.name,
-        device=str(loaded.device),
-        device_name=device_name(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads() if loaded.device.type == "cpu" else None,
-        cache=options.name,
-        kv_bits=(options.bits or DEFAULT_KV_BITS) if options.kind == "quantized" else None,
-        kv_window=options.window,
-        prefill_chunk=prefill_chunk(loaded.model, options),
+    started = replace(
+        _started(loaded, prompt, sampling, stop, options),
         reused_tokens=reused,
-        prompt_ids=prompt.ids,
-        prompt_text=prompt.text,
-        sampling=sampling,
-        stop=effective_stop(request.stop, loaded.generation_defaults),
-        eos_ids=tuple(sorted(loaded.eos_ids)),
-        context_limit=loaded.context_limit,
-        engine=loaded.execution.engine,
-        weights=loaded.execution.weights_format,
-        weights_bytes=loaded.weights_bytes,
-        weights_parts=loaded.weights_parts,
-        startup_s=loaded.startup_s,
-        load_s=loaded.load_s,
         tokenize_s=tokenize_s,
         compile_s=opened.compile_s if opened else None,
         kv_at_limit=predict_run(loaded, options, at_limit),
-        kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
         speculation=drafting.speculation if drafting else None,
         draft_model=drafting.draft.name if drafting and drafting.draft else None,
         draft_cost=drafting.draft_cost if drafting else None,
@@ -170,6 +143,38 @@ def prepare_run(
         began_s=began_s,
         opened=opened,
         drafting=drafting,
+    )
+
+
+def _started(
+    loaded: LoadedModel, prompt: Prompt, sampling: SamplingParams, stop: StopCriteria, options: CacheOptions
+) -> Started:
+    """What is known of a run before its forward is opened."""
+    return Started(
+        model=loaded.name,
+        device=str(loaded.device),
+        device_name=device_name(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads() if loaded.device.type == "cpu" else None,
+        cache=options.name,
+        kv_bits=(options.bits or DEFAULT_KV_BITS) if options.kind == "quantized" else None,
+        kv_window=options.window,
+        prefill_chunk=prefill_chunk(loaded.model, options),
+        prompt_ids=prompt.ids,
+        prompt_text=prompt.text,
+        sampling=sampling,
+        stop=stop,
+        eos_ids=tuple(sorted(loaded.eos_ids)),
+        context_limit=loaded.context_limit,
+        engine=loaded.execution.engine,
+        weights=loaded.execution.weights_format,
+        weights_bytes=loaded.weights_bytes,
+        weights_parts=loaded.weights_parts,
+        startup_s=loaded.startup_s,
+        load_s=loaded.load_s,
+        tokenize_s=0.0,
+        kv_at_limit=None,
+        kv_unpredicted="no cache is kept" if options.kind == "none" else loaded.kv_unpredicted,
     )
 
 

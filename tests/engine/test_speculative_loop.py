@@ -36,6 +36,7 @@ from llminfer.events import Finished, Started, Step, Trace
 from llminfer.kv.footprint import footprint
 from llminfer.kv.rules.families import read_model
 from llminfer.params import CacheOptions, SamplingParams, Speculation, StopCriteria
+from llminfer.request import GenerationRequest
 from tests.parity import (
     CANNOT_RUN,
     GREEDY,
@@ -666,11 +667,9 @@ def test_answers_are_the_same_with_drafts_turn_by_turn(tmp_path: Path, model_typ
     target = small_draft(tmp_path, model_type, max_position_embeddings=512)
     sampling, stop = {"temperature": 1.0, "top_k": 2, "seed": 1}, StopCriteria(max_new_tokens=12, ignore_eos=True)
     draft = target if drafts else None
-    kind = "draft-model" if drafts else "prompt-lookup"
+    kind = None if drafts else "prompt-lookup"
     plain = Conversation(target, sampling=sampling, stop=stop)
-    drafted = Conversation(
-        target, sampling=sampling, stop=stop, speculation=Speculation(kind=kind, draft_tokens=4), draft=draft
-    )
+    drafted = Conversation(target, sampling=sampling, stop=stop, speculate=kind, draft_tokens=4, draft=draft)
     for text in ("Hello, hello.", "Hello again, hello.", "And again."):
         expected, trace = trace_of(plain.ask(text)), trace_of(drafted.ask(text))
         assert trace.token_ids == expected.token_ids
@@ -694,9 +693,9 @@ def test_what_cannot_go_back_is_refused_before_its_weights_are_read(
 @pytest.mark.parametrize(
     "options", [CacheOptions(kind="quantized"), CacheOptions(window=16)], ids=["quantized", "window"]
 )
-def test_caches_that_do_not_go_back_are_refused(target: Any, options: CacheOptions) -> None:
+def test_caches_that_do_not_go_back_are_refused(options: CacheOptions) -> None:
     with pytest.raises(UsageError, match="cannot be cut back"):
-        check_speculation(Speculation(), options, target.model.config, "x")
+        GenerationRequest(speculation=Speculation(), cache=options)
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])

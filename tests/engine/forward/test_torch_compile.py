@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
+from llminfer.api import generate
 from llminfer.engine import generate as run_module
+from llminfer.engine import prepare
 from llminfer.engine.checkpoints.checkpoint import inspect_checkpoint
 from llminfer.engine.forward import torch_compile
 from llminfer.engine.forward.forward import PlainForward, make_forward
@@ -61,7 +63,7 @@ def load_compiled(folder: Path) -> LoadedModel:
 def run_of(loaded: LoadedModel, text: str = "Hello there", tokens: int = 6, **options: Any) -> Trace:
     trace = Trace()
     stop = StopCriteria(max_new_tokens=tokens, ignore_eos=True)
-    for event in run_module.generate(loaded, text, sampling={"temperature": 0}, raw=True, stop=stop, **options):
+    for event in generate(loaded, text, sampling={"temperature": 0}, raw=True, stop=stop, **options):
         trace.add(event)
     return trace
 
@@ -166,13 +168,13 @@ def test_compiling_is_left_out_of_the_clock(monkeypatch: pytest.MonkeyPatch, tin
         return CompiledStep(call=None, compile_s=100.0)
 
     monkeypatch.setattr(run_module, "compile_step", slow)
-    monkeypatch.setattr(run_module, "Clock", partial(Clock, now=lambda: now[0]))
+    monkeypatch.setattr(prepare, "Clock", partial(Clock, now=lambda: now[0]))
     trace = run_of(load_compiled(tiny_llama))
     assert trace.started is not None
     assert trace.started.compile_s == 100
     assert trace.ttft_s == 0
-    assert run_document(trace, {})["timing"]["compile_s"] == 100
-    assert any("compile 100" in line.plain for line in summary(trace, {}))
+    assert run_document(trace)["timing"]["compile_s"] == 100
+    assert any("compile 100" in line.plain for line in summary(trace))
     assert trace.started.tokenize_s == 0
 
 
