@@ -35,7 +35,7 @@ def chat(
     tokenizer: options.Tokenizer = None,
     system: options.System = None,
     load: Annotated[
-        Path | None, typer.Option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
+        Path | None, typer.Option("--load", metavar="FILE", help="Continue a conversation that /save wrote.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 1024,
     temperature: options.Temperature = None,
@@ -121,7 +121,7 @@ class _Session:
         self.begin = messages[:1] if messages and messages[0].role == "system" else ()
         self.say(f"loaded {_count(messages)}")
         if transcript.model != self.model:
-            self.say(f"note: this conversation was held with {transcript.model}, and goes on with {self.model}")
+            self.say(f"note: this conversation was held with {transcript.model}, and continues with {self.model}")
 
 
 def _talk(session: _Session, read: Reader) -> int:
@@ -153,7 +153,7 @@ def _respond(session: _Session, text: str) -> bool:
         command = _COMMANDS.get(name)
         if command is None:
             hint = "/help lists the commands; a message that begins with a slash is written with two"
-            raise UsageError("there is no such command", hint=hint)
+            raise UsageError("no such command", hint=hint)
         command.run(session, "".join(argument).strip())
         return True
     _answer(session, text.removeprefix("/") if text.startswith("//") else text)
@@ -238,7 +238,7 @@ def _stats(session: _Session, argument: str) -> None:
     from llminfer.render.summary import summary
 
     if session.last is None:
-        raise UsageError("nothing was answered yet")
+        raise UsageError("no answer yet")
     console = make_console(sys.stderr)
     for line in summary(session.last):
         console.print(line)
@@ -258,10 +258,10 @@ def _help(session: _Session, argument: str) -> None:
 
 
 _COMMANDS = {
-    "/reset": _Command(run=_reset, argument="", help="Begin a new conversation with the same system message."),
-    "/system": _Command(run=_system, argument="TEXT", help="Begin a new conversation with this system message."),
+    "/reset": _Command(run=_reset, argument="", help="Start a new conversation with the same system message."),
+    "/system": _Command(run=_system, argument="TEXT", help="Start a new conversation with this system message."),
     "/save": _Command(run=_save, argument="FILE", help="Write the conversation to a JSON file."),
-    "/load": _Command(run=_load, argument="FILE", help="Go on with a saved conversation."),
+    "/load": _Command(run=_load, argument="FILE", help="Continue a saved conversation."),
     "/stats": _Command(run=_stats, argument="", help="Show what the last answer cost, and its KV cache."),
     "/help": _Command(run=_help, argument="", help="Show this list."),
 }

@@ -33,16 +33,16 @@ def report(error: LlminferError) -> int:
 
 
 def as_ours(error: Exception) -> LlminferError:
-    """Any error as one to report: those of the system by what they say, others as a fault of ours."""
+    """Any error as one to report: those of the system by what they say, others as a bug."""
     if isinstance(error, LlminferError):
         return error
     if isinstance(error, MemoryError):
-        return LlminferError("out of memory", hint="what it was for needs more than this machine gives")
+        return LlminferError("out of memory", hint="this needs more memory than the machine has")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return LlminferError(f"{where}{error.strerror or error}")
     reason = (str(error).strip() or "no message").splitlines()[0]
-    return LlminferError(f"{type(error).__name__}: {reason}", hint="this is a fault of ours; --debug shows where")
+    return LlminferError(f"{type(error).__name__}: {reason}", hint="this is a bug; --debug shows where")
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def generate(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template out.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Skip the chat template.")] = False,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -60,40 +60,40 @@ def generate(
         typer.Option("--logit-bias", metavar="ID=X", help="Add X to the logit of a token id. Repeatable."),
     ] = None,
     bad_words: Annotated[
-        list[str] | None, typer.Option("--bad-words", metavar="TEXT", help="Never complete this text. Repeatable.")
+        list[str] | None, typer.Option("--bad-words", metavar="TEXT", help="Never generate this text. Repeatable.")
     ] = None,
     min_new_tokens: Annotated[
         int | None, typer.Option("--min-new-tokens", metavar="N", help="No EOS before N tokens.")
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option("--logprobs", metavar="K", help="The K most likely tokens of each step, in --json.")
+        int | None, typer.Option("--logprobs", metavar="K", help="Add the K most likely tokens of each step to --json.")
     ] = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     max_time: Annotated[
-        float | None, typer.Option("--max-time", metavar="SECONDS", help="End after the token at which time is up.")
+        float | None, typer.Option("--max-time", metavar="SECONDS", help="Stop after the token at which time is up.")
     ] = None,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", metavar="K", help="K samples of one prompt, with the seeds N, N + 1, ...")
+        int, typer.Option("--num-samples", metavar="K", help="Draw K samples of one prompt, with seeds N, N + 1, ...")
     ] = 1,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Many prompts: a text line each, or JSON objects in .jsonl."),
+        typer.Option("--prompts", metavar="FILE", help="Many prompts: one per line, or JSON objects in .jsonl."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="B", help="Prompts that decode together, with --prompts.")
+        int, typer.Option("--batch-size", metavar="B", help="How many of --prompts decode together.")
     ] = 8,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Results of --prompts; standard output without it."),
+        typer.Option("--output", "-o", metavar="FILE", help="Where results of --prompts go; standard output if unset."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted --output; nothing is done twice.")
+        bool, typer.Option("--resume", help="Continue an interrupted --output; nothing is done twice.")
     ] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="The prompt before the text.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     print_token_ids: Annotated[
-        bool, typer.Option("--print-token-ids", help="Token ids, one a line, in place of the text.")
+        bool, typer.Option("--print-token-ids", help="Print token ids, one per line, instead of the text.")
     ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -128,9 +128,7 @@ def generate(
     ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
     quiet: options.Quiet = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="One JSON document on standard output in place of the text.")
-    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,

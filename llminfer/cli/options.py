@@ -48,10 +48,11 @@ RepetitionPenalty = Annotated[
     typer.Option("--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."),
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Seed of the draws; without it a random one, reported.")
+    int | None, typer.Option("--seed", metavar="N", help="Seed for sampling; if unset a random one, which is reported.")
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text, not printed. Repeatable.")
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Stop at this text, which is not printed. Repeatable."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Keep generating past EOS tokens.")]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
@@ -66,26 +67,28 @@ Engine = Annotated[
 ]
 Speculate = Annotated[
     str | None,
-    typer.Option("--speculate", metavar="KIND", help="prompt-lookup: draft what followed the same tokens before."),
+    typer.Option("--speculate", metavar="KIND", help="prompt-lookup: draft what followed the same tokens earlier."),
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", metavar="MODEL", help="A smaller model of the same vocabulary drafts; the text stays."),
+    typer.Option(
+        "--draft", metavar="MODEL", help="A smaller model with the same vocabulary drafts; the text stays the same."
+    ),
 ]
 DraftTokens = Annotated[
-    int | None, typer.Option("--draft-tokens", metavar="N", help="Tokens to draft for a forward at most; 15 if unset.")
+    int | None, typer.Option("--draft-tokens", metavar="N", help="Draft at most N tokens for a forward; 15 if unset.")
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
     str | None,
     typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
 

@@ -51,7 +51,7 @@ class ManyPrompts:
         if self.output is not None:
             check_writable("--output", self.output, streams=not self.resume)
             if self.output.exists() and not self.resume and self.output.stat().st_size:
-                raise UsageError(f"{self.output} exists", hint=f"--resume goes on with it; or {_OTHER_OUTPUT}")
+                raise UsageError(f"{self.output} exists", hint=f"--resume continues it; or {_OTHER_OUTPUT}")
 
     def jobs(self, defaults: GenerationRequest, settings: str) -> list[Job | BadLine]:
         """The jobs that are still to do.
@@ -73,7 +73,7 @@ class ManyPrompts:
                 raise UsageError(reason, hint=_OTHER_OUTPUT)
             if record.get("settings", settings) != settings:
                 reason = f"{self.output} was made with other options (line {line})"
-                raise UsageError(reason, hint=f"give those that it was made with, or {_OTHER_OUTPUT}")
+                raise UsageError(reason, hint=f"give the same options, or {_OTHER_OUTPUT}")
         return [job for job in jobs if job.line not in done]
 
     def check_model(self, name: str, digest: str) -> str | None:
@@ -90,7 +90,7 @@ class ManyPrompts:
                 raise UsageError(f"{self.output} was made with {other} (line {line})", hint=_OTHER_OUTPUT)
         if all("model_digest" in record for record in done.values()):
             return None
-        return f"{self.output} does not say with which model and options all of it was made; it is gone on with"
+        return f"{self.output} does not say with which model and options all of it was made; continuing all the same"
 
     def done(self) -> dict[int, dict[str, Any]]:
         """The results of the output by line number; what is cut off, broken or interrupted is dropped from the file."""
@@ -193,7 +193,7 @@ def _tidy(output: Path, kept: Callable[[dict[str, Any]], bool] = lambda record: 
             record = json.loads(text)
             line = int(record["line"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            raise UsageError(f"{output}, line {number}, is no result of --prompts", hint=_OTHER_OUTPUT) from None
+            raise UsageError(f"{output}, line {number}, is not a result of --prompts", hint=_OTHER_OUTPUT) from None
         if kept(record):
             records[line], texts[line] = record, text + b"\n"
     tidy = b"".join(texts[line] for line in sorted(texts))

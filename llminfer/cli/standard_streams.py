@@ -107,7 +107,7 @@ class _Border(io.RawIOBase):
             self._broken = True
             if not self._says_errors:
                 return len(data)
-            raise OSError(error.errno, error.strerror, "cannot write standard output") from error
+            raise OSError(error.errno, error.strerror, "cannot write to standard output") from error
 
 
 def _text_stream(stream: Any, *, says_errors: bool) -> TextIO:

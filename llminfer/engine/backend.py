@@ -48,7 +48,9 @@ def check_execution(execution: Execution, device: torch.device, config: Any, sou
     if device.type != "cpu":
         raise UsageError(f"{option} needs the CPU, not {device}", hint="add --device cpu")
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedArchitecture(f"{source} is quantized already, so {option} cannot be", hint=f"drop {option}")
+        raise UnsupportedArchitecture(
+            f"{source} is already quantized, so {option} cannot be used", hint=f"drop {option}"
+        )
     if execution.engine == "native":
         require_compiler()
 

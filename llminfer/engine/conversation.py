@@ -80,7 +80,7 @@ class Conversation:
         self.messages: tuple[Message, ...] = tuple(messages)
 
     def restart(self, messages: Sequence[Message] = ()) -> None:
-        """Begin a new conversation, or go on with another one; what the cache shares with it stays of use."""
+        """Start a new conversation, or go on with another one; what the cache shares with it stays of use."""
         self.messages = tuple(messages)
 
     def ask(self, text: str) -> Generator[Event, None, None]:

@@ -141,7 +141,7 @@ def _identity(loaded: LoadedModel, options: CacheOptions) -> dict[str, str]:
 
 def _check_metadata(file: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     if saved.get("format") != FORMAT:
-        raise PromptCacheMismatch(f"{file} is a safetensors file, but no prompt cache", hint="give another file")
+        raise PromptCacheMismatch(f"{file} is a safetensors file, but not a prompt cache", hint="give another file")
     names = {name: name.replace("_", " ") for name in here if name != "model_name"}
     differing = [name for name in names if saved.get(name) != here[name]]
     if "model" in differing:

@@ -163,7 +163,7 @@ def test_a_conversation_held_with_another_model_is_said(chat: Chat, tmp_path: Pa
     code, out, err = chat("x\n/reset\nx\n", "--load", file)
     assert code == 0
     assert "loaded 1 message\n" in err
-    assert "note: this conversation was held with other, and goes on with scripted" in err
+    assert "note: this conversation was held with other, and continues with scripted" in err
     # its system message stays over a reset
     assert out.decode() == 2 * (said(FIRST_PROMPT + len("<|system|>abc") + 1, 5) + "\n")
 
@@ -184,7 +184,7 @@ def test_reset_and_system_begin_anew(chat: Chat) -> None:
 def test_stats_show_the_cache_predicted_and_measured(chat: Chat, tiny_llama: Path, kind: str) -> None:
     code, _, err = chat("/stats\nx\ny\n/stats\n", "--cache", kind, model=tiny_llama)
     assert code == 2
-    assert "error: nothing was answered yet" in err
+    assert "error: no answer yet" in err
     cache = next(line for line in err.splitlines() if line.startswith("KV cache"))
     assert "predicted" in cache
     assert "measured" in cache
@@ -202,7 +202,7 @@ def test_help_lists_every_command(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("line", "message", "expected"),
     [
-        ("/nope", "error: there is no such command\nhint: /help lists the commands", 2),
+        ("/nope", "error: no such command\nhint: /help lists the commands", 2),
         ("/save", "error: /save needs the name of a file", 2),
         ("/load", "error: /load needs the name of a file", 2),
         ("/load /no/such/file", "error: cannot read /no/such/file: No such file", 2),
@@ -243,7 +243,7 @@ def test_two_beginnings_are_refused(chat: Chat, tmp_path: Path) -> None:
         (b"[" * 100_000, "is not a JSON document"),
         (b"[]", "schema_version is None"),
         (b'{"schema_version": 2, "messages": []}', "schema_version is 2, not 1"),
-        (b'{"schema_version": 1}', "messages is no list"),
+        (b'{"schema_version": 1}', "messages is not a list"),
         (b'{"schema_version": 1, "messages": [{"role": "user"}]}', "message 0 lacks a role"),
         (b'{"schema_version": 1, "messages": [{"role": "x", "content": "y"}]}', "message 0 lacks a role"),
         (b'{"schema_version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 is not valid"),

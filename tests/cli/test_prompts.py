@@ -261,7 +261,7 @@ def test_a_record_is_kept_to_the_byte(tmp_path: Path) -> None:
     assert output.read_bytes() == lines[1] + lines[0]
     for line in (b"{}\n", b'{"line": 1e999}\n', b"[1]\n"):
         output.write_bytes(line)
-        with pytest.raises(Exception, match="is no result of --prompts"):
+        with pytest.raises(Exception, match="is not a result of --prompts"):
             _tidy(output)
 
 

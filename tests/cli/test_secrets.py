@@ -120,7 +120,7 @@ def test_an_unforeseen_error_is_one_line(check: Callable[..., str], monkeypatch:
 
     monkeypatch.setattr("llminfer.engine.prepare.encode_prompt", fail)
     err = check("generate", PROMPT, "-m", "good", code=1)
-    assert err == "error: ZeroDivisionError: division by zero\nhint: this is a fault of ours; --debug shows where\n"
+    assert err == "error: ZeroDivisionError: division by zero\nhint: this is a bug; --debug shows where\n"
 
 
 def test_debug_alone_shows_a_traceback(run_cli: RunCli) -> None:

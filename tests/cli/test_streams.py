@@ -21,8 +21,8 @@ from llminfer.cli.app import run
 Cli = Callable[..., tuple[int, bytes, str]]
 Scripted = Callable[..., Path]
 KV_SIZE = ("kv-size", "llama-3.1-8b", "-N", "8k")
-FULL = "cannot write standard output: No space left on device"
-CLOSED = "cannot write standard output: it is closed"
+FULL = "cannot write to standard output: No space left on device"
+CLOSED = "cannot write to standard output: it is closed"
 
 
 def shell(redirection: str, *arguments: str | Path, **environment: str) -> tuple[int, bytes, str]:
@@ -52,7 +52,7 @@ def test_data_that_cannot_be_written_is_said_in_one_line(
     lines = [line for line in err.splitlines() if not line.startswith("note:")]
     assert (code, out) == (1, b"")
     assert len(lines) == 1
-    assert lines[0].startswith(f"error: cannot write standard output: {reason.partition(': ')[2]}")
+    assert lines[0].startswith(f"error: cannot write to standard output: {reason.partition(': ')[2]}")
 
 
 @pytest.mark.parametrize("flags", [("-q",), ("--json",)])
@@ -181,7 +181,7 @@ def test_every_failure_is_one_line_and_with_json_one_document(
     code, out, err = run_cli("generate", "x", *(["--json"] if as_json else []))
     assert code == 1
     assert err.splitlines()[0] == f"error: {message}"
-    assert ("fault of ours" in err) is fault
+    assert ("a bug" in err) is fault
     if as_json:
         assert json.loads(out)["error"]["message"] == message
         assert out.count(b"\n") == 1
@@ -231,7 +231,7 @@ def test_a_border_fails_once_and_then_takes_everything() -> None:
     raw = Full()
     stream = io.BufferedWriter(standard_streams._Border(raw, says_errors=True))
     stream.write(b"lost")
-    with pytest.raises(OSError, match="Disk quota exceeded: 'cannot write standard output'"):
+    with pytest.raises(OSError, match="Disk quota exceeded: 'cannot write to standard output'"):
         stream.flush()
     stream.write(b"more")
     stream.close()

@@ -70,7 +70,7 @@ def test_a_quantized_checkpoint_is_refused_before_its_weights_load(
     monkeypatch.setattr("llminfer.engine.load._load_weights", lambda *_: pytest.fail("the weights were read"))
     code, _, err = run_cli("generate", "x", "-m", folder, "--weights", "int4", *RUN)
     assert code == 4
-    assert "quantized already" in err
+    assert "already quantized" in err
 
 
 def test_the_bytes_held_are_those_of_the_format(run_cli: Cli, untied: Path) -> None:
