@@ -10,15 +10,17 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from llminfer.hub import hide_bars
-from llminfer.loader import LoadProgress, Progress, load_model
 from llminfer.request import LoadRequest
 
 if TYPE_CHECKING:
     from llminfer.engine.model import LoadedModel
+    from llminfer.loader import LoadProgress, Progress
 
 
 def load(request: LoadRequest, *, verbose: bool, **asked: Any) -> tuple[LoadedModel, LoadedModel | None]:
     """The model, and the one that drafts for it, with what people see on the way; `asked` is for `load_model`."""
+    from llminfer.loader import load_model
+
     with quick_start(), no_data(), _shown(verbose) as progress:
         return load_model(request, progress=progress, **asked)
 

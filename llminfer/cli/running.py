@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from llminfer.api import generate, generate_batch, generate_samples
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
 from llminfer.cli.loading import load, status
 from llminfer.cli.prompts import ManyPrompts, write_results
@@ -64,6 +63,8 @@ class Command:
 
 def run(command: Command) -> int:
     """Run one prompt and return the exit code."""
+    from llminfer.api import generate
+
     loaded, draft = command.load_models()
     shown = command.shown
     with status("compiling the decode step", shown.verbose and command.load.execution.compiled):
@@ -84,6 +85,8 @@ def _id_line(event: Step | Finished) -> str:
 
 def run_samples(command: Command, count: int) -> int:
     """Run several samples of one prompt: each text on lines of its own, or all in one document."""
+    from llminfer.api import generate_samples
+
     loaded, _ = command.load_models()
     samples, shown = generate_samples(loaded, command.request, count), command.shown
     if shown.json:
@@ -106,6 +109,8 @@ def run_samples(command: Command, count: int) -> int:
 
 def run_many(command: Command, many: ManyPrompts) -> int:
     """Run a file of prompts and return the exit code."""
+    from llminfer.api import generate_batch
+
     verbose, settings = command.shown.verbose, _settings(command)
     jobs = many.jobs(command.request, settings)
     if not jobs:
