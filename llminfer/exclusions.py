@@ -22,6 +22,7 @@ EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...], str | None], ...] = (
     (("--num-samples",), ("--steps",), None),
     (("--json",), ("--steps", "--echo", "--print-token-ids"), None),
     (("--echo",), ("--print-token-ids",), None),
+    (("--quiet",), ("--verbose",), None),
     (("--system",), ("--load",), None),
     # the cache of a conversation outlives its answers, and its prompts are rendered anew
     (

@@ -183,10 +183,9 @@ def _answer(session: _Session, text: str) -> None:
 
 
 def _print_turn(session: _Session, trace: Trace) -> None:
-    from llminfer.render.console import make_console
-    from llminfer.render.summary import turn_line
+    from llminfer.render.summary import print_lines, turn_line
 
-    make_console(sys.stderr).print(turn_line(trace))
+    print_lines([turn_line(trace)], sys.stderr)
     notes = (*(trace.started.notes if trace.started else ()), *(trace.finished.notes if trace.finished else ()))
     for note in notes:
         if note not in session.said_notes:
@@ -234,14 +233,11 @@ def _load(session: _Session, argument: str) -> None:
 
 
 def _stats(session: _Session, argument: str) -> None:
-    from llminfer.render.console import make_console
-    from llminfer.render.summary import summary
+    from llminfer.render.summary import print_lines, summary
 
     if session.last is None:
         raise UsageError("no answer yet")
-    console = make_console(sys.stderr)
-    for line in summary(session.last):
-        console.print(line)
+    print_lines(summary(session.last), sys.stderr)
 
 
 def _help(session: _Session, argument: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llminfer.cli.standard_streams import begin_line
 from llminfer.errors import LlminferError, UsageError
 from llminfer.units import visible
 
@@ -20,8 +21,17 @@ _BAD_NAMES = frozenset(
 
 
 def say(text: str) -> None:
-    """One line on standard error; whoever wrote parts of it, it is text and nothing that a terminal acts on."""
-    print(visible(text), file=sys.stderr, flush=True)
+    """One line on standard error; whoever wrote parts of it, it is text and nothing that a terminal acts on.
+
+    A terminal that is narrower gets it broken between words.
+    """
+    begin_line()
+    lines = [visible(text)]
+    if sys.stderr.isatty():
+        from llminfer.render.fit import broken, width_of
+
+        lines = broken(lines[0], width_of(sys.stderr), indent=2)
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def report(error: LlminferError) -> int:

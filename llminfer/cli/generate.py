@@ -127,6 +127,7 @@ def generate(
         typer.Option("--prompt-cache", metavar="FILE", help="Reuse the tokens in this file, and save the cache there."),
     ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
+    verbose: options.Verbose = False,
     quiet: options.Quiet = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
     allow_pickle: options.AllowPickle = False,
@@ -168,7 +169,7 @@ def generate(
             cache=caching,
             speculation=make_speculation(speculate, drafts=draft is not None, draft_tokens=draft_tokens),
         ),
-        shown=Shown(steps=steps, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
+        shown=Shown(steps=steps, verbose=verbose, quiet=quiet, json=json_output, echo=echo, token_ids=print_token_ids),
         debug=debug,
     )
     if prompts is not None:

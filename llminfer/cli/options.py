@@ -83,6 +83,7 @@ Cache = Annotated[
     str | None,
     typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show everything that was measured.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
 from llminfer.cli.loading import load, status
 from llminfer.cli.prompts import ManyPrompts, write_results
-from llminfer.cli.standard_streams import write_text
+from llminfer.cli.standard_streams import begin_line, write_text
 from llminfer.cli.stream import interrupts, stream, text_of
 from llminfer.errors import LlminferError
 from llminfer.jobs import BadLine
@@ -28,15 +28,16 @@ class Shown:
     """What is shown of a run, and in which form."""
 
     steps: bool
+    verbose: bool
     quiet: bool
     json: bool
     echo: bool
     token_ids: bool
 
     @property
-    def verbose(self) -> bool:
+    def talks(self) -> bool:
         """Whether progress and summary go to standard error."""
-        return not self.quiet and not self.json
+        return not self.quiet and (self.verbose or not self.json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Command:
         request = self.request
         return load(
             self.load,
-            verbose=self.shown.verbose,
+            verbose=self.shown.talks,
             cache=request.cache,
             speculation=request.speculation,
             draft=self.draft,
@@ -67,12 +68,10 @@ def run(command: Command) -> int:
 
     loaded, draft = command.load_models()
     shown = command.shown
-    with status("compiling the decode step", shown.verbose and command.load.execution.compiled):
+    with status("compiling the decode step", shown.talks and command.load.execution.compiled):
         events = generate(loaded, command.request, draft=draft)
-    if shown.echo:
-        write_text(command.request.text)
     show = None if shown.json else _id_line if shown.token_ids else text_of
-    trace = stream(events, announce=shown.verbose, show=show)
+    trace = stream(events, announce=shown.talks, show=show, echo=command.request.text if shown.echo else "")
     if show is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
         write_text("\n")
     return _finish(trace, shown, debug=command.debug)
@@ -94,12 +93,12 @@ def run_samples(command: Command, count: int) -> int:
 
         write_text(to_json(samples_document(samples.traces, asdict(samples.peak))) + "\n")
     for number, trace in enumerate(samples.traces if not shown.json else ()):
-        if shown.verbose and trace.started is not None and trace.finished is not None:
+        if shown.talks and trace.started is not None and trace.finished is not None:
             seed, reason = trace.started.sampling.seed, trace.finished.reason
             say(f"sample {number} · seed {seed} · {len(trace.steps)} tokens · {reason}")
         text = "".join(f"{token_id}\n" for token_id in trace.token_ids) if shown.token_ids else trace.text
         write_text((command.request.text if shown.echo else "") + text + "\n")
-    if shown.verbose:
+    if shown.talks:
         peak = samples.peak
         predicted = "not predicted" if peak.predicted_bytes is None else f"predicted {peak.predicted_bytes} B"
         say(f"KV cache at most {peak.kv_bytes} B for {peak.rows} samples of {peak.tokens} tokens · {predicted}")
@@ -111,7 +110,7 @@ def run_many(command: Command, many: ManyPrompts) -> int:
     """Run a file of prompts and return the exit code."""
     from llminfer.api import generate_batch
 
-    verbose, settings = command.shown.verbose, _settings(command)
+    verbose, settings = command.shown.talks, _settings(command)
     jobs = many.jobs(command.request, settings)
     if not jobs:
         if verbose:
@@ -159,17 +158,18 @@ def _finish(trace: Trace, shown: Shown, *, debug: bool) -> int:
         from llminfer.render.document import run_document
 
         write_text(to_json(run_document(trace)) + "\n")
-    if shown.verbose or shown.steps:
-        from llminfer.render.console import make_console
+    begin_line()
+    if shown.steps:
+        from llminfer.render.fit import width_of
         from llminfer.render.steps import step_table
-        from llminfer.render.summary import summary
 
-        console = make_console(sys.stderr)
         drafts = trace.started is not None and trace.started.speculation is not None
-        for line in step_table(trace.steps, drafts=drafts) if shown.steps else ():
-            console.print(line)
-        for text in summary(trace) if shown.verbose else ():
-            console.print(text)
+        for line in step_table(trace.steps, drafts=drafts, width=width_of(sys.stderr)):
+            say(line)
+    if shown.talks:
+        from llminfer.render.summary import print_lines, short_summary, summary
+
+        print_lines((summary if shown.verbose else short_summary)(trace), sys.stderr)
     if isinstance(finished.error, LlminferError):
         if debug:
             raise finished.error

@@ -59,6 +59,29 @@ def write_text(text: str) -> None:
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
+        _unfinished[0] = not text.endswith("\n")
+
+
+# whether the text so far did not end its line; a process has one standard output
+_unfinished = [False]
+
+
+def begin_line() -> None:
+    """End the text's line before something is said, where both reach the same terminal or file.
+
+    The line break goes to standard error, so the text stays what it is, byte for byte.
+    """
+    if _unfinished[0] and _reach_the_same():
+        sys.stderr.write("\n")
+        _unfinished[0] = False
+
+
+def _reach_the_same() -> bool:
+    try:
+        out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
 
 
 def read_stdin() -> bytes:

@@ -23,13 +23,18 @@ def text_of(event: Step | Finished) -> str:
 
 
 def stream(
-    events: Generator[Event, None, None], *, announce: bool, show: Callable[[Step | Finished], str] | None = text_of
+    events: Generator[Event, None, None],
+    *,
+    announce: bool,
+    show: Callable[[Step | Finished], str] | None = text_of,
+    echo: str = "",
 ) -> Trace:
     """Write the text as it comes, until the run has ended or was interrupted.
 
     Args:
         announce: say on standard error what is about to run.
         show: what of an event goes to standard output, None for nothing.
+        echo: goes to standard output right before the text.
     """
     from llminfer.events import Finished, Started, Step, Trace
     from llminfer.render.summary import started_line
@@ -43,6 +48,8 @@ def stream(
             interrupt.may_wait = isinstance(event, Step | Finished)
             if isinstance(event, Started) and announce:
                 say(started_line(event))
+            if isinstance(event, Started) and echo:
+                write_text(echo)
             if isinstance(event, Step | Finished) and show is not None:
                 write_text(show(event))
             if isinstance(event, Finished):

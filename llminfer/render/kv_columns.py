@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Any, TypeAlias
 
@@ -33,11 +33,30 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Headings, rows of as many cells, and which columns are numbers."""
+    """Headings, rows of as many cells, and which columns are numbers.
+
+    `shared` has how a column is said once where all rows have the same in it; `drop` names the columns
+    that a narrow terminal can do without, the first of them first.
+    """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: Sequence[bool]
+    shared: Mapping[str, str] = field(default_factory=dict)
+    drop: Sequence[str] = ()
+
+    def captioned(self) -> tuple[str, Table]:
+        """What all rows share as one line, and the table without it."""
+        columns = {heading: {row[at] for row in self.rows} for at, heading in enumerate(self.headings)}
+        alike = {name: values.pop() for name, values in columns.items() if name in self.shared and len(values) == 1}
+        kept = [at for at, heading in enumerate(self.headings) if heading not in alike]
+        rest = Table(
+            headings=[self.headings[at] for at in kept],
+            rows=[[row[at] for at in kept] for row in self.rows],
+            numbers=[self.numbers[at] for at in kept],
+            drop=self.drop,
+        )
+        return " · ".join(self.shared[name].format(value) for name, value in alike.items()), rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +77,8 @@ def blocks(answers: Sequence[Answer], *, layers: bool) -> Iterator[Block]:
         headings=[column.heading for column in used],
         rows=[[column.text(answer) for column in used] for answer in answers],
         numbers=[column.number for column in used],
+        shared=_SHARED,
+        drop=_DROPPED,
     )
     yield lines_below(answers)
     for answer in answers:
@@ -144,29 +165,37 @@ def lines_below(answers: Sequence[Answer]) -> list[str]:
     return [visible(line) for line in lines]
 
 
+_SHARED = {
+    "model": "{}",
+    "runtime": "{}",
+    "batch": "batch {}",
+    "tp": "tp {}",
+    "cache": "cache {}",
+    "fixed state": "fixed state {}",
+    "by": "by {}",
+}
+_DROPPED = ("by", "fixed state", "next token", "peak", "total", "cache")
 _COPIES = ", and transformers copies a layer as it grows"
 _LAYER_HEADINGS = ("layer", "kind", "heads", "dims", "kept", "bytes", "state bytes")
-_LAYER_NUMBERS = (True, False, True, False, True, True, True)
+_LAYER_NUMBERS = (False, False, True, False, True, True, True)
 _CHECK_HEADINGS = ("tokens", "what", "predicted", "measured", "")
 _CHECK_NUMBERS = (True, False, True, True, False)
 
 
 def layer_rows(found: Footprint) -> list[tuple[str, ...]]:
-    """Every layer as the rank holds it: kind, heads, dims, kept tokens, bytes, state bytes."""
-    rows: list[tuple[str, ...]] = []
-    for index, (layer, sizes) in enumerate(zip(found.layers, found.layer_rows, strict=True)):
-        rows.append(
-            (
-                str(index),
-                layer.kind,
-                _joined(tensor.heads for tensor in layer.tensors),
-                layer_dims(layer),
-                str(sizes.slots) if layer.tensors else NONE,
-                str(sizes.size_bytes),
-                str(sizes.state_bytes),
-            )
+    """Each layer as the rank holds it, equal neighbours in one row: kind, heads, dims, kept tokens, bytes, states."""
+    layers = [
+        (
+            layer.kind,
+            _joined(tensor.heads for tensor in layer.tensors),
+            layer_dims(layer),
+            str(sizes.slots) if layer.tensors else NONE,
+            str(sizes.size_bytes),
+            str(sizes.state_bytes),
         )
-    return rows
+        for layer, sizes in zip(found.layers, found.layer_rows, strict=True)
+    ]
+    return [(_span(first, last), *row) for first, last, row in _runs(layers)]
 
 
 def layer_dims(layer: LayerKV) -> str:
@@ -185,16 +214,25 @@ def check_rows(rows: Sequence[CheckRow]) -> list[tuple[str, ...]]:
     """Prediction beside measurement at each moment: layers (equal neighbours in one line), their sum, the storage."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
-        pairs = zip_longest(row.predicted_bytes, row.measured_bytes)
-        first = 0
-        for (predicted, measured), alike in groupby(pairs):
-            last = first + len(list(alike)) - 1
-            name = f"layer {first}" if last == first else f"layers {first}–{last}, each"
+        for first, last, (predicted, measured) in _runs([*zip_longest(row.predicted_bytes, row.measured_bytes)]):
+            name = f"layer {first}" if last == first else f"layers {_span(first, last)}"
             lines.append(_compared(row.tokens, name, predicted, measured))
-            first = last + 1
         lines.append(_compared(row.tokens, "all layers", sum(row.predicted_bytes), sum(row.measured_bytes)))
         lines.append(_compared(row.tokens, "storage", row.predicted_storage_bytes, row.measured_storage_bytes))
     return lines
+
+
+def _runs(rows: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+    """Equal neighbours once, with the places of the first and the last of them."""
+    first = 0
+    for row, alike in groupby(rows):
+        last = first + len(list(alike)) - 1
+        yield first, last, row
+        first = last + 1
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}, each"
 
 
 def cache_type(found: Footprint) -> str:

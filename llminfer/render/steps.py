@@ -1,4 +1,4 @@
-"""The per-step table: one aligned line per token, never wrapped or cut."""
+"""The per-step table: one aligned line per token."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import json
 from collections.abc import Iterator, Sequence
 
 from llminfer.events import Step
-from llminfer.render.align import aligned
+from llminfer.render.fit import fitted
 
 _HEADERS = (
     *("step", "token", "text", "logprob", "forward ms", "sampling ms", "text ms", "output ms", "at ms"),
     *("cached", "KV bytes"),
 )
 _DRAFT_HEADERS = ("accepted", "draft ms")
+_DROPPED = ("text ms", "output ms", "at ms", "token", "cached", "draft ms", "logprob", "sampling ms", "accepted")
 
 
-def step_table(steps: Sequence[Step], *, drafts: bool = False) -> Iterator[str]:
-    """The table's lines, the header first; with `drafts` what was drafted for each forward."""
+def step_table(steps: Sequence[Step], *, drafts: bool = False, width: int | None = None) -> Iterator[str]:
+    """The table's lines, the header first; with `drafts` what was drafted for each forward.
+
+    Columns that say least are left out where the table would be wider than `width`.
+    """
     headers = (*_HEADERS, *_DRAFT_HEADERS) if drafts else _HEADERS
-    rows = [headers, *((*_cells(step), *_draft_cells(step)) if drafts else _cells(step) for step in steps)]
-    yield from aligned(rows, right=[header != "text" for header in headers])
+    rows = [(*_cells(step), *_draft_cells(step)) if drafts else _cells(step) for step in steps]
+    heading, lines = fitted(headers, rows, numbers=[header != "text" for header in headers], width=width, drop=_DROPPED)
+    yield from lines if heading is None else [heading, *lines]
 
 
 def escaped(text: str) -> str:

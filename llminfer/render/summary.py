@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TextIO
 
 from rich.text import Text
 
 from llminfer.events import Finished, Started, Trace, percentile
 from llminfer.params import SAMPLING_RANGES, SINK_TOKENS, SamplingParams
+from llminfer.render.console import make_console
+from llminfer.render.fit import broken, width_of
 from llminfer.units import format_bytes, format_seconds, visible
 
 _LABEL_WIDTH = 9
@@ -28,8 +31,30 @@ def started_line(started: Started) -> str:
     return f"{started.model} · {started.device} · {started.dtype} · {tokens} · {cache}"
 
 
+def short_summary(trace: Trace) -> Iterator[Text]:
+    """Three lines: how fast, why it stopped, what the cache holds; then what the user should know.
+
+    Args:
+        trace: a run that has started and finished.
+    """
+    started, finished = trace.started, trace.finished
+    if started is None or finished is None:
+        return
+    if trace.ttft_s is not None:
+        speed, gaps = [f"TTFT {format_seconds(trace.ttft_s)}"], trace.itl_s
+        if trace.decode_tokens_per_s is not None:
+            ranks = ", ".join(f"p{rank} {format_seconds(percentile(gaps, rank) or 0.0)}" for rank in (50, 95))
+            speed += [f"{trace.decode_tokens_per_s:.2f} tokens/s", f"steps {ranks}, worst {format_seconds(max(gaps))}"]
+        if trace.drafted:
+            speed.append(f"{trace.accepted} of {trace.drafted} drafted tokens accepted")
+        yield _line("speed", *speed)
+    yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
+    yield next(_cache_lines(trace, started, finished))
+    yield from _notes(started, finished)
+
+
 def summary(trace: Trace) -> Iterator[Text]:
-    """The lines of the summary.
+    """All lines of the summary.
 
     Args:
         trace: a run that has started and finished.
@@ -49,8 +74,23 @@ def summary(trace: Trace) -> Iterator[Text]:
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
     yield _line("sampler", *_sampler_parts(started.sampling))
     yield from _cache_lines(trace, started, finished)
-    for note in (*started.notes, *finished.notes):
-        yield _line("note", note)
+    yield from _notes(started, finished)
+
+
+def _notes(started: Started, finished: Finished) -> Iterator[Text]:
+    return (_line("note", note) for note in dict.fromkeys((*started.notes, *finished.notes)))
+
+
+def print_lines(lines: Iterable[Text], stream: TextIO) -> None:
+    """Lines of a summary, fitted to the terminal: what a line says goes on below its beginning, not below its label."""
+    console, width = make_console(stream), width_of(stream)
+    for line in lines:
+        first, *others = broken(line.plain, width, indent=_LABEL_WIDTH + 1)
+        text = Text(first)
+        text.stylize("cyan", 0, _LABEL_WIDTH)
+        console.print(text)
+        for other in others:
+            console.print(Text(other))
 
 
 def turn_line(trace: Trace) -> Text:
@@ -73,7 +113,7 @@ def turn_line(trace: Trace) -> Text:
 
 
 def _line(label: str, *parts: str) -> Text:
-    return Text.assemble((f"{label:<{_LABEL_WIDTH}}", "cyan"), " ", visible(" · ".join(parts)))
+    return Text(f"{label:<{_LABEL_WIDTH}} {visible(' · '.join(parts))}")
 
 
 def _model_parts(started: Started) -> Iterator[str]:

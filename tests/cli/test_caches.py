@@ -92,7 +92,7 @@ def test_a_quantized_cache_is_reported_with_its_bits(run_cli: Cli, tmp_path: Pat
     cache = json.loads(out)["kv_cache"]
     assert (cache["kind"], cache["bits"]) == ("quantized", 4)
     assert cache["predicted_bytes"] == cache["measured_bytes"]
-    code, _, err = run_cli("generate", "A prompt", "-m", folder, *RUN, "--cache", "quantized", "--kv-bits", "2")
+    code, _, err = run_cli("generate", "A prompt", "-m", folder, *RUN, "--cache", "quantized", "--kv-bits", "2", "-v")
     assert code == 0
     assert "quantized to 2 bits" in err
     assert "equal to the byte" in err
@@ -103,7 +103,7 @@ def test_the_summary_says_what_was_reused(run_cli: Cli, tiny_llama: Path, tmp_pa
     code, first, err = run_cli("generate", "A prompt", *options)
     assert code == 0
     assert "cached before" not in err
-    code, second, err = run_cli("generate", "A prompt", *options)
+    code, second, err = run_cli("generate", "A prompt", *options, "-v")
     assert code == 0
     assert first == second
     assert "9 prompt tokens, 8 of them cached" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_without_the_built_in_model_the_error_has_the_command_that_brings_it(
 
 
 def test_the_built_in_model_answers_with_its_cards_sampling(run_cli: Cli, default_checkpoint: Path) -> None:
-    code, out, err = run_cli("generate", "What is the capital of France?", "-n", 12, "--seed", 1)
+    code, out, err = run_cli("generate", "What is the capital of France?", "-n", 12, "--seed", 1, "-v")
     assert code == 0
     assert b"Paris" in out
     assert "temperature 0.2 (model) · top-p 0.9 (model) · seed 1 (flag)" in err
@@ -299,7 +300,7 @@ def test_json_and_steps_contradict_each_other(run_cli: Cli) -> None:
 
 def test_the_step_table_has_a_line_for_each_token(run_cli: Cli, scripted: Scripted) -> None:
     code, _, err = run_cli("generate", "x", "-m", scripted(["a\n\t", "[b]", "日", 1]), *GREEDY, "--steps")
-    table = err[err.index("step  token") : err.index("model ")]
+    table = err[err.index("step  token") : err.index("speed ")]
     lines = table.splitlines()[1:]
     assert code == 0
     assert len(lines) == 4
@@ -308,12 +309,25 @@ def test_the_step_table_has_a_line_for_each_token(run_cli: Cli, scripted: Script
 
 
 def test_the_summary_shows_that_prediction_and_measurement_agree(run_cli: Cli, tiny_llama: Path) -> None:
-    code, _, err = run_cli("generate", "x", "-m", tiny_llama, "-n", 5, "--ignore-eos")
+    code, _, err = run_cli("generate", "x", "-m", tiny_llama, "-n", 5, "--ignore-eos", "-v")
     assert code == 0
     assert "equal to the byte" in err
     assert "2 · 2 · 2 · 8 ·" in err
     for label in ("model", "start", "prefill", "decode", "ITL", "of TPOT", "stopped", "sampler", "KV cache"):
         assert any(line.startswith(label) for line in err.splitlines()), label
+
+
+def test_the_summary_has_three_lines_unless_more_is_asked_for(run_cli: Cli, tiny_llama: Path) -> None:
+    code, _, err = run_cli("generate", "x", "-m", tiny_llama, "-n", 5, "--ignore-eos")
+    assert code == 0
+    header, *summary = err.splitlines()
+    assert "prompt tokens" in header
+    assert [line.split()[0] for line in summary] == ["speed", "stopped", "KV"]
+    assert re.fullmatch(r"speed +TTFT .* · .* tokens/s · steps p50 .*, p95 .*, worst .*", summary[0])
+    assert summary[2].endswith("equal to the byte")
+    _, out, err = run_cli("generate", "x", "-m", tiny_llama, "-n", 5, "--ignore-eos", "--json", "-v")
+    assert json.loads(out)["finish_reason"] == "length"
+    assert any(line.startswith("of TPOT") for line in err.splitlines())
 
 
 def test_the_textbook_loop_gives_the_same_text(run_cli: Cli, tiny_llama: Path) -> None:

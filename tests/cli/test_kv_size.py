@@ -371,7 +371,8 @@ def test_layers_and_fields_with_their_origin(run_cli: Cli) -> None:
     assert "transformers 5" in origins["num_key_value_heads"]
     for form in ("table", "plain", "markdown", "csv"):
         text = run_cli("kv-size", "gemma-3-4b", "-N", 2000, "--layers-table", "--format", form)[1].decode()
-        assert text.count("sliding") >= 29
+        assert text.count("sliding") >= (29 if form == "csv" else 5)
+        assert form == "csv" or "0–4, each" in text
 
 
 def test_names_with_brackets_stay_whole_and_piped_lines_uncut(run_cli: Cli, tmp_path: Path) -> None:

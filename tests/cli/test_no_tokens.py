@@ -37,7 +37,7 @@ def test_the_cache_of_the_prompt_is_predicted_and_nothing_runs(
 
 
 def test_the_summary_says_so(run_cli: Cli, tiny_llama: Path) -> None:
-    code, out, err = run_cli("generate", "hi", "-m", tiny_llama, "-n", 0, "--steps")
+    code, out, err = run_cli("generate", "hi", "-m", tiny_llama, "-n", 0, "--steps", "-v")
     assert (code, out) == (0, b"")
     assert "length, the limit of 0 tokens, after 0 tokens" in err
     assert "at the limit, 25 tokens: " in err

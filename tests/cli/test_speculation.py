@@ -55,7 +55,7 @@ def run(run_cli: Cli, folder: Path, *arguments: str | Path) -> tuple[bytes, str]
 def test_the_text_is_the_same_and_the_summary_says_what_was_drafted(run_cli: Cli, scripted: Scripted) -> None:
     folder = scripted(REPEATING)
     plain, _ = run(run_cli, folder)
-    drafted, err = run(run_cli, folder, *LOOKUP)
+    drafted, err = run(run_cli, folder, *LOOKUP, "-v")
     assert plain == drafted == b"abcd" * 5
     line = next(line for line in err.splitlines() if line.startswith("drafts"))
     assert "prompt-lookup" in line
@@ -104,7 +104,7 @@ def test_a_model_drafts_and_its_cache_is_counted_too(
     figures = json.loads(out)["speculation"]
     assert (figures["kind"], figures["draft_model"]) == ("draft-model", draft.name)
     assert figures["draft_kv_predicted_bytes"] == figures["draft_kv_measured_bytes"] > 0
-    _, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos")
+    _, err = run(run_cli, tiny_llama, "--draft", draft, "--ignore-eos", "-v")
     assert "its own KV cache of" in err
 
 

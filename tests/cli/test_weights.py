@@ -117,12 +117,12 @@ def test_a_bfloat16_checkpoint_is_packed_as_its_float32_copy_is(run_cli: Cli, un
 
 
 def test_the_summary_says_what_is_held(run_cli: Cli, untied: Path) -> None:
-    code, _, err = run_cli("generate", "x", "-m", untied, "--weights", "int8", *RUN)
+    code, _, err = run_cli("generate", "x", "-m", untied, "--weights", "int8", *RUN, "-v")
     assert code == 0
     line = next(line for line in err.splitlines() if line.startswith("weights"))
     assert line.startswith("weights   int8 · ")
     assert line.endswith(" held")
-    _, _, err = run_cli("generate", "x", "-m", untied, "--dtype", "float32", *RUN)
+    _, _, err = run_cli("generate", "x", "-m", untied, "--dtype", "float32", *RUN, "-v")
     assert "weights   float32 · " in err
 
 
