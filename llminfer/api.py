@@ -46,6 +46,7 @@ def load(
     weights: str | None = None,
     engine: str = "transformers",
     compiled: bool = False,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model with its tokenizer; what transformers prints on the way is its caller's to silence.
@@ -65,6 +66,7 @@ def load(
         weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
         engine: `transformers`, or `native` for our compiled step.
         compiled: run each token after the prompt through torch.compile, over a static cache.
+        threads: of the processor, for the whole process; as many as torch chooses when not given.
         progress: hears of each stage as `LoadProgress`.
 
     Raises:
@@ -82,6 +84,7 @@ def load(
         dtype=dtype,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
+        threads=threads,
         execution=Execution(weights=weights, engine=engine, compiled=compiled),
     )
     return load_model(request, progress=progress)[0]

@@ -17,7 +17,8 @@ _OWN_CACHES = ("--cache growing", "--cache static", "--cache quantized", "--cach
 
 # each of these cannot be combined with any of those, for this reason
 EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...], str | None], ...] = (
-    (("a prompt",), ("--prompt-file", "--prompts"), None),
+    (("a prompt",), ("--prompt", "--prompt-file", "--prompts"), None),
+    (("--prompt",), ("--prompt-file", "--prompts"), None),
     (("--prompts",), ("--prompt-file", "--num-samples", *_SINGLE), None),
     (("--num-samples",), ("--steps",), None),
     (("--json",), ("--steps", "--echo", "--print-token-ids"), None),

@@ -116,7 +116,10 @@ def _load(
 ) -> LoadedModel:
     with stages.stage("import", name):
         from llminfer.engine.load import load
+        from llminfer.engine.machine.device import set_threads
     with stages.stage("load", name):
+        if request.threads is not None:
+            set_threads(request.threads)
         return load(
             checkpoint,
             name=name,

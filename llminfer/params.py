@@ -15,6 +15,7 @@ from llminfer.errors import InvalidParams, UsageError
 from llminfer.exclusions import check_together
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHORT_DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 CACHES = ("dynamic", "growing", "static", "quantized", "none")
 KV_BITS = (8, 4, 2)
 DEFAULT_KV_BITS = 4

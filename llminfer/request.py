@@ -14,12 +14,14 @@ from llminfer.params import (
     DEVICE,
     DTYPES,
     LOOKUPS,
+    SHORT_DTYPES,
     CacheOptions,
     Execution,
     Sampling,
     SamplingOverrides,
     Speculation,
     StopCriteria,
+    check_range,
     read_sampling,
 )
 
@@ -33,9 +35,10 @@ class LoadRequest:
         revision: the revision of a Hub model.
         tokenizer: a folder to take the tokenizer from, when not the model's own.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        dtype: one of `DTYPES`.
+        dtype: one of `DTYPES`, or of `SHORT_DTYPES`.
         allow_pickle: read pickled weights, with torch's restricted unpickler.
         trust_remote_code: run Python code that the model's repository brings.
+        threads: of the processor; as many as torch chooses when not given. They are those of the whole process.
         execution: what carries out the arithmetic.
 
     Raises:
@@ -50,13 +53,17 @@ class LoadRequest:
     dtype: str = "auto"
     allow_pickle: bool = False
     trust_remote_code: bool = False
+    threads: int | None = None
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
         if not DEVICE.fullmatch(self.device):
             raise InvalidParams(f"--device {self.device}: unknown", hint="one of auto, cpu, cuda, cuda:N, mps")
+        object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if self.dtype not in DTYPES:
             raise InvalidParams(f"--dtype {self.dtype}: unknown", hint=f"one of {', '.join(DTYPES)}")
+        if self.threads is not None:
+            check_range("--threads", self.threads, 1, 4096)
         self.execution.check_placed(device=self.device, dtype=self.dtype)
 
     def of_draft(self, model: str) -> LoadRequest:

@@ -14,6 +14,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BYTE_FACTORS = {
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))},
+    # a bare letter, as `ls -h`, `free -h` and containers mean it
+    **{prefix: 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _COUNT_FACTORS = {"": 1, "k": 1000, "m": 1000**2, "ki": 1024, "mi": 1024**2}
 RANGE_LIMIT = 1000
@@ -32,7 +34,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from `24GiB`, `24GB` (powers of 1000) or a bare number of bytes.
+    """Bytes from `24GiB` or `24G` (powers of 1024), `24GB` (powers of 1000) or a bare number of bytes.
 
     Raises:
         InvalidParams: when the text is not a positive number with a known unit.
@@ -40,7 +42,7 @@ def parse_bytes(text: str) -> int:
     match = _NUMBER.fullmatch(text)
     factor = _BYTE_FACTORS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
-        raise InvalidParams(f"{text!r} is not a size", hint="write it like 24GiB, 512MiB, 24GB or 1073741824")
+        raise InvalidParams(f"{text!r} is not a size", hint="write it like 24GiB, 512MiB, 24GB, 24G or 1073741824")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
 from llminfer.cli.app import COMMANDS, run
 
+os.environ["COLUMNS"] = "80"  # whatever terminal this runs in
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 INTRODUCTION = """# The command line
 

@@ -20,6 +20,7 @@ Cli = Callable[..., tuple[int, bytes, str]]
 PAIRS = [pair for these, those, _ in EXCLUDED for pair in product(these, those)]
 # what options that take a value are given here, beside those that the table names
 VALUES = {
+    "--prompt": "Ho",
     "--prompt-file": "prompt.txt",
     "--prompts": "in.txt",
     "--num-samples": "2",

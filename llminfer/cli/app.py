@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from llminfer import __version__
 from llminfer.cli.chat import chat
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, as_ours, report, say
 from llminfer.cli.generate import generate
+from llminfer.cli.help import HelpfulCommand, main_name, nearest_command, nearest_option
 from llminfer.cli.kv_size import kv_size
 from llminfer.cli.standard_streams import check_stdout, quiet_libraries, set_up_streams, write_text
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
@@ -39,7 +40,7 @@ class _Commands(TyperGroup):
             return 0
 
 
-class _Command(TyperCommand):
+class _Command(HelpfulCommand):
     """A command whose texts are Unicode, whose data can go somewhere, and whose JSON has its errors too."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -82,7 +83,7 @@ def _unicode(parameter: Any, value: Any) -> Any:
         return value
     except UnicodeEncodeError:
         pass
-    what = max(parameter.opts, key=len) if parameter.param_type_name == "option" else f"the {parameter.name}"
+    what = main_name(parameter) if parameter.param_type_name == "option" else f"the {parameter.name}"
     if model:
         hint = "give the folder or file another name, or a link to it"
         raise ModelNotAvailable(f"{what} {value}: its name is not valid UTF-8", hint=hint)
@@ -99,7 +100,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # plain help: no escape codes in logs, and half the start-up time
     pretty_exceptions_enable=False,  # tracebacks with local variables would show prompts and tokens
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 1000},  # as wide as the terminal
 )
 
 
@@ -179,7 +180,7 @@ def _leave(code: int) -> None:
 
 
 _AFTER_DASHES = 'a prompt that begins with - follows two of them: llminfer generate -- "-1 is"'
-# what the framework repeats of the command line in these are words of a prompt: (its first words, ours, a hint)
+# what the framework repeats of the command line in these may be words of a prompt: (its first words, ours, a hint)
 _STRAY_PROMPTS = (
     ("Got unexpected extra argument", "more than one argument", "put the prompt in quotes"),
     ("No such command", "no such command", 'a prompt follows the command: llminfer generate "Why is the sea salty?"'),
@@ -188,14 +189,21 @@ _STRAY_PROMPTS = (
 
 def _report_usage(error: Any) -> int:
     message: str = error.format_message()
+    about = f"see {error.ctx.command_path} --help" if error.ctx else None
+    option = getattr(error, "option_name", None)
+    if option is not None and message.startswith("No such option"):
+        # one word may as well be an option gone wrong, which is worth seeing
+        message = "no such option" if len(option.split()) > 1 else f"no such option: {option}"
+        meant = nearest_option(option, error.ctx.command.params)
+        if meant is not None:
+            about = f"did you mean {meant}? {about} for all options"
+        elif error.ctx.info_name == "generate":
+            about = f"{about}; {_AFTER_DASHES}"
+        return report(UsageError(message, hint=about))
     for start, ours, hint in _STRAY_PROMPTS:
         rest = message.removeprefix(start)
-        # one word may as well be a command or an option gone wrong, which is worth seeing
-        if rest != message and len(rest.split()) > 1:
-            return report(UsageError(ours, hint=hint))
-    about: str | None = f"see {error.ctx.command_path} --help" if error.ctx else None
-    if about and message.startswith("No such option") and error.ctx.info_name == "generate":
-        about = f"{about}; {_AFTER_DASHES}"
-        if len(error.option_name.split()) > 1:
-            message = "no such option"
+        words = rest.partition(".")[0].strip(" '()").split()
+        meant = nearest_command(words[0], list(COMMANDS)) if len(words) == 1 and ours == "no such command" else None
+        if rest != message and (meant or len(words) > 1):
+            return report(UsageError(ours, hint=f"did you mean llminfer {meant}?" if meant else hint))
     return report(UsageError(message, hint=about))

@@ -51,6 +51,7 @@ def chat(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
+    threads: options.Threads = None,
     speculate: options.Speculate = None,
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = None,

@@ -13,6 +13,7 @@ from llminfer.errors import LlminferError, UsageError
 from llminfer.units import visible
 
 INTERRUPTED_EXIT_CODE = 130
+_LABELS = {"error:": "red", "hint:": "cyan", "note:": "yellow"}
 
 # a file that can never be written under this name; other errors, as a full disk, are no fault of the request
 _BAD_NAMES = frozenset(
@@ -20,17 +21,23 @@ _BAD_NAMES = frozenset(
 )
 
 
-def say(text: str) -> None:
+def say(text: str, *, dim: bool = False) -> None:
     """One line on standard error; whoever wrote parts of it, it is text and nothing that a terminal acts on.
 
-    A terminal that is narrower gets it broken between words.
+    A terminal that is narrower gets it broken between words, with its label in colour, or all of it dim.
     """
     begin_line()
     lines = [visible(text)]
     if sys.stderr.isatty():
+        from llminfer.render.console import colored
         from llminfer.render.fit import broken, width_of
 
         lines = broken(lines[0], width_of(sys.stderr), indent=2)
+        label = lines[0].partition(" ")[0]
+        if dim:
+            lines = [colored(line, "dim", sys.stderr) for line in lines]
+        elif label in _LABELS:
+            lines[0] = colored(label, _LABELS[label], sys.stderr) + lines[0].removeprefix(label)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

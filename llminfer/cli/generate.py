@@ -29,6 +29,9 @@ def generate(
         str | None, typer.Argument(help="The prompt; - or a pipe reads standard input.", show_default=False)
     ] = None,
     *,
+    prompt_option: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, as an option.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")
     ] = None,
@@ -100,6 +103,7 @@ def generate(
     weights: options.Weights = None,
     engine: options.Engine = "transformers",
     compiled: options.Compile = False,
+    threads: options.Threads = None,
     speculate: options.Speculate = None,
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = None,
@@ -176,7 +180,12 @@ def generate(
         many = ManyPrompts(file=prompts, batch_size=batch_size, output=output_file, resume=resume)
         many.check()
         return run_many(command, many)
-    command = replace(command, request=replace(command.request, text=read_prompt(prompt, prompt_file)))
+    command = replace(
+        command,
+        request=replace(
+            command.request, text=read_prompt(prompt if prompt_option is None else prompt_option, prompt_file)
+        ),
+    )
     return run(command) if num_samples == 1 else run_samples(command, num_samples)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from llminfer.cli.errors import say
+from llminfer.cli.help import main_name
 from llminfer.params import SAMPLING_RANGES, Execution, SamplingOverrides, check_range
 from llminfer.request import LoadRequest
 
@@ -56,7 +58,9 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Keep generating past EOS tokens.")]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16; or bf16, fp16, fp32.")
+]
 Weights = Annotated[
     str | None,
     typer.Option("--weights", metavar="FORMAT", help="Hold linear layers as float32, float16, int8 or int4."),
@@ -84,6 +88,9 @@ Cache = Annotated[
     typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show everything that was measured.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads of the processor; as torch chooses if unset.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
@@ -94,13 +101,16 @@ TrustRemoteCode = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
 
 
+_UNUSUAL_TEMPERATURE = 2
+
+
 def given(context: typer.Context) -> frozenset[str]:
     """The options that were given a value other than their default, and `a prompt`, for `check_together`."""
     found = set()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value and value != parameter.default:
-            found.add("a prompt" if parameter.param_type_name == "argument" else max(parameter.opts, key=len))
+            found.add("a prompt" if parameter.param_type_name == "argument" else main_name(parameter))
     return frozenset(found)
 
 
@@ -114,6 +124,9 @@ def read_sampling(values: Mapping[str, Any], **others: Any) -> SamplingOverrides
     for name, value in stated.items():
         check_range(f"--{name.replace('_', '-')}", value, *SAMPLING_RANGES[name])
     check_range("--max-new-tokens", values["max_new_tokens"], 0, math.inf)
+    temperature = stated.get("temperature", 0)
+    if temperature > _UNUSUAL_TEMPERATURE and not values.get("quiet"):
+        say(f"note: at temperature {temperature:g} a text is mostly noise; the number of threads is --threads")
     return SamplingOverrides(**stated, **others)
 
 
@@ -123,6 +136,6 @@ def read_load_request(values: Mapping[str, Any]) -> LoadRequest:
     Raises:
         UsageError: for a value that is unknown, or options that cannot be combined.
     """
-    names = ("model", "revision", "tokenizer", "device", "dtype", "allow_pickle", "trust_remote_code")
+    names = ("model", "revision", "tokenizer", "device", "dtype", "allow_pickle", "trust_remote_code", "threads")
     execution = Execution(weights=values["weights"], engine=values["engine"], compiled=values["compiled"])
     return LoadRequest(**{name: values[name] for name in names}, execution=execution)

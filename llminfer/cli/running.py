@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, report, say
 from llminfer.cli.loading import load, status
 from llminfer.cli.prompts import ManyPrompts, write_results
-from llminfer.cli.standard_streams import begin_line, write_text
+from llminfer.cli.standard_streams import begin_line, end_line, write_text
 from llminfer.cli.stream import interrupts, stream, text_of
 from llminfer.errors import LlminferError
 from llminfer.jobs import BadLine
@@ -72,8 +72,7 @@ def run(command: Command) -> int:
         events = generate(loaded, command.request, draft=draft)
     show = None if shown.json else _id_line if shown.token_ids else text_of
     trace = stream(events, announce=shown.talks, show=show, echo=command.request.text if shown.echo else "")
-    if show is not None and trace.text and not trace.text.endswith("\n") and sys.stdout.isatty():
-        write_text("\n")
+    end_line()
     return _finish(trace, shown, debug=command.debug)
 
 

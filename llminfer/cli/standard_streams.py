@@ -66,6 +66,12 @@ def write_text(text: str) -> None:
 _unfinished = [False]
 
 
+def end_line() -> None:
+    """On a terminal the text ends its last line, so that what comes next stands on a line of its own."""
+    if _unfinished[0] and sys.stdout.isatty():
+        write_text("\n")
+
+
 def begin_line() -> None:
     """End the text's line before something is said, where both reach the same terminal or file.
 

@@ -47,7 +47,7 @@ def stream(
             # from the first token on: what is being written is written to its end
             interrupt.may_wait = isinstance(event, Step | Finished)
             if isinstance(event, Started) and announce:
-                say(started_line(event))
+                say(started_line(event), dim=True)
             if isinstance(event, Started) and echo:
                 write_text(echo)
             if isinstance(event, Step | Finished) and show is not None:

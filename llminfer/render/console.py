@@ -22,6 +22,14 @@ def wants_color(stream: TextIO, environment: Mapping[str, str] = os.environ) -> 
     return stream.isatty() and environment.get("TERM") != "dumb"
 
 
+_CODES = {"red": 31, "yellow": 33, "cyan": 36, "dim": 2}
+
+
+def colored(text: str, color: str, stream: TextIO) -> str:
+    """Text in a colour, or dim, where the stream takes colour."""
+    return f"\x1b[{_CODES[color]}m{text}\x1b[0m" if wants_color(stream) else text
+
+
 def make_console(stream: TextIO, *, color: bool | None = None, width: int | None = None) -> Console:
     """A console that never wraps, never reads markup or emoji codes, and colours only where wanted.
 

@@ -47,4 +47,6 @@ def find_reference(name: str, *, revision: str | None = None) -> ModelReference:
         raise ModelNotAvailable(f"{name} is not a model", hint="give a folder with a config.json, or a .gguf file")
     if looks_like_path(name):
         raise ModelNotAvailable(f"no such file or folder: {name}")
+    if name.isdecimal():
+        raise ModelNotAvailable(f"no model is called {name}", hint="-m is the model; tokens to generate are -n")
     return ModelReference(kind="hub", name=name, revision=revision)

@@ -27,6 +27,11 @@ def available_devices() -> list[str]:
     return ["cpu", *cuda, *mps]
 
 
+def set_threads(count: int) -> None:
+    """Let torch, and the native engine after it, use so many threads of the processor from now on."""
+    torch.set_num_threads(count)
+
+
 def choose_device(name: str) -> torch.device:
     """The device called `name`; `auto` takes the first of CUDA, MPS and CPU that is there.
 
