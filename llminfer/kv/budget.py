@@ -72,13 +72,7 @@ class Budget:
         return f"{line}, batch {'without end' if self.max_batch is None else self.max_batch} with {self.tokens} tokens"
 
 
-def budget(
-    model: ModelKV,
-    memory: Memory,
-    *,
-    tokens: int | None,
-    setup: CacheSetup = DEFAULT_SETUP,
-) -> Budget:
+def budget(model: ModelKV, memory: Memory, *, tokens: int | None, setup: CacheSetup = DEFAULT_SETUP) -> Budget:
     """The largest context and batch whose steady size fits; arguments as in `footprint`.
 
     Raises:

@@ -48,8 +48,7 @@ def _tensor(layer: LayerKV, tensor: PerToken, ranks: int, transformers_heads: bo
         return replace(tensor, heads=heads, transformers_heads=None)
     if heads % ranks and ranks % heads:
         raise UsageError(
-            f"--tp {ranks} does not divide {heads} key-value heads",
-            hint=f"divisors of {heads}, or multiples of it",
+            f"--tp {ranks} does not divide {heads} key-value heads", hint=f"divisors of {heads}, or multiples of it"
         )
     if ranks > heads:
         notes[f"{heads} heads on {ranks} ranks: each is held {ranks // heads} times"] = None

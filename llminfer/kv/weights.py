@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import ModelNotAvailable
-from llminfer.foreign import (
-    INCOMPLETE,
-    MOST_JSON_BYTES,
-    beginning_of,
-    name_other_kind,
-    parse_json,
-    read_json_object,
-)
+from llminfer.foreign import INCOMPLETE, MOST_JSON_BYTES, beginning_of, name_other_kind, parse_json, read_json_object
 from llminfer.kv.gguf import GgufHeader, read_gguf_header
 
 # where transformers looks for weights, in its order

@@ -74,12 +74,7 @@ def samples_document(
 
 def job_record(job: Job | BadLine, trace: Trace | None, error: LlminferError | None) -> dict[str, Any]:
     """The result of one line of a file of prompts, as one line."""
-    record: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "id": job.id,
-        "line": job.line,
-        "digest": job.digest,
-    }
+    record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "id": job.id, "line": job.line, "digest": job.digest}
     if trace is None or trace.started is None or trace.finished is None:
         return {**record, "error": error_fields(error) if error else None}
     document = run_document(trace, {})
@@ -131,10 +126,7 @@ def _timing(trace: Trace, started: Started, startup_s: Mapping[str, float]) -> d
         "decode_s": trace.decode_s,
         "decode_tokens_per_s": trace.decode_tokens_per_s,
         "tpot_s": trace.tpot_s,
-        "itl_s": {
-            **{f"p{rank}": percentile(gaps, rank) for rank in (50, 95, 99)},
-            "max": max(gaps, default=None),
-        },
+        "itl_s": {**{f"p{rank}": percentile(gaps, rank) for rank in (50, 95, 99)}, "max": max(gaps, default=None)},
         "decode_parts_s": dict(trace.decode_parts_s()) if gaps else None,
     }
 

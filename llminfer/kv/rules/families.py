@@ -19,24 +19,10 @@ from llminfer.kv.config import MOST_LAYERS, ConfigView, text_part
 from llminfer.kv.context import computed_dtype, context_limit, stored_dtype
 from llminfer.kv.defaults import defaults_origin, type_defaults
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
-from llminfer.kv.rules import attention, quirks, recurrent
+from llminfer.kv.rules import attention, layer_types, quirks, recurrent
 from llminfer.kv.rules.attention import LAYERS
 from llminfer.kv.rules.direction import ENCODER_DECODERS, ENCODER_HINT, IS_ENCODER, IS_ENCODER_DECODER, is_encoder
-from llminfer.kv.rules.layer_types import (
-    CHUNKED,
-    COMPRESSED_HEAVILY,
-    COMPRESSED_SPARSE,
-    CONV,
-    FULL,
-    HYBRID,
-    HYBRID_SLIDING,
-    INDEXED,
-    LINEAR,
-    NONE,
-    SLIDING,
-    SPARSE_BLOCKS,
-    layer_kinds,
-)
+from llminfer.kv.rules.layer_types import FULL, HYBRID_SLIDING, INDEXED, SLIDING, each
 from llminfer.kv.rules.quirks import Layers
 
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
@@ -68,30 +54,6 @@ class Family:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What a kind of layer holds, and which field says how far back it sees."""
-
-    name: str
-    attends: bool = True
-    recurs: bool = False
-    window: str | None = None
-
-
-KINDS: dict[str, Kind] = {
-    FULL: Kind(name="full"),
-    SLIDING: Kind(name="sliding", window="sliding_window"),
-    CHUNKED: Kind(name="chunked", window="attention_chunk_size"),
-    INDEXED: Kind(name="indexed"),
-    LINEAR: Kind(name="linear", attends=False, recurs=True),
-    CONV: Kind(name="conv", attends=False, recurs=True),
-    HYBRID: Kind(name="hybrid", recurs=True),
-    HYBRID_SLIDING: Kind(name="hybrid_sliding", recurs=True, window="sliding_window"),
-    COMPRESSED_SPARSE: Kind(name="compressed", window="sliding_window"),
-    COMPRESSED_HEAVILY: Kind(name="compressed", window="sliding_window"),
-    SPARSE_BLOCKS: Kind(name="sparse_blocks"),
-    NONE: Kind(name="none", attends=False),
-}
 _LATENT_NAMES = {FULL: "latent", INDEXED: "latent", SLIDING: "latent_sliding"}
 
 
@@ -169,7 +131,7 @@ def read_layers(view: ConfigView, family: Family) -> Layers:
     count = view.size(*family.layers)
     if count > MOST_LAYERS:
         raise UnknownConfigField(f"{view.source}: {count} layers are more than any model has")
-    kinds = layer_kinds(view, count)
+    kinds = layer_types.layer_kinds(view, count)
     overrides = _layer_overrides(view)
     views = [view.at(index, overrides.get(index)) for index in range(len(kinds))]
     layers = tuple(_layer(layer_view, family, kind) for layer_view, kind in zip(views, kinds, strict=True))
@@ -177,7 +139,7 @@ def read_layers(view: ConfigView, family: Family) -> Layers:
 
 
 def _layer(view: ConfigView, family: Family, kind_name: str) -> LayerKV:
-    kind = KINDS[kind_name]
+    kind = layer_types.KINDS[kind_name]
     tensors = family.of_kind.get(kind_name, family.attention)(view) if kind.attends else ()
     states: tuple[State, ...] = ()
     if kind.recurs:
@@ -259,12 +221,8 @@ _INKLING = Family(
 _GEMMA4 = Family(of_kind={FULL: attention.gemma4_full}, prepare=quirks.gemma4, finish=quirks.without_shared)
 
 
-def _each(family: Family, names: str) -> dict[str, Family]:
-    return dict.fromkeys(names.split(), family)
-
-
 FAMILIES: dict[str, Family] = {
-    **_each(
+    **each(
         _PLAIN,
         """
         afmoe apertus apertus1p5_text beam cohere cohere2 cohere2_moe cohere_compass_text diffllama doge dots1
@@ -275,7 +233,7 @@ FAMILIES: dict[str, Family] = {
         smollm3 solar_open starcoder2
         """,
     ),
-    **_each(
+    **each(
         _EVEN,
         """
         arcee aria_text bitnet bloom chameleon cwm exaone gemma2 helium hyperclovax internlm3 iquestcoder jais2
@@ -283,14 +241,14 @@ FAMILIES: dict[str, Family] = {
         """,
     ),
     # language models that come inside image-text models only
-    **_each(
+    **each(
         _PLAIN,
         """
         ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text granite4_vision_text hunyuan_vl_text
         molmo2_text paddleocr_vl_text qwen2_5_omni_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
         """,
     ),
-    **_each(
+    **each(
         _MHA,
         """
         bert bert-generation big_bird biogpt camembert codegen ctrl data2vec-text electra ernie git gpt-sw3 gpt2
@@ -298,15 +256,15 @@ FAMILIES: dict[str, Family] = {
         rembert roberta roberta-prelayernorm roc_bert roformer xglm xlm-roberta xlm-roberta-xl xmod
         """,
     ),
-    **_each(
+    **each(
         _DECODER_HALF,
         """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
         whisper
         """,
     ),
-    **_each(_LATENT, "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 sarvam_mla youtu"),
-    **_each(_LATENT_INDEXED, "axk2 deepseek_v32 glm_moe_dsa hy_v4"),
+    **each(_LATENT, "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 sarvam_mla youtu"),
+    **each(_LATENT_INDEXED, "axk2 deepseek_v32 glm_moe_dsa hy_v4"),
     "bailing_hybrid": replace(_LATENT, states=recurrent.bailing_hybrid),
     "bamba": _MAMBA2,
     "blt": Family(read=quirks.blt),
@@ -315,8 +273,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(
         attention=attention.shared_key_value,
         of_kind={
-            COMPRESSED_SPARSE: attention.compressed_sparse,
-            COMPRESSED_HEAVILY: attention.heavily_compressed,
+            layer_types.COMPRESSED_SPARSE: attention.compressed_sparse,
+            layer_types.COMPRESSED_HEAVILY: attention.heavily_compressed,
         },
     ),
     "dory": Family(prepare=quirks.dory, finish=quirks.dory_loops),
@@ -343,7 +301,7 @@ FAMILIES: dict[str, Family] = {
     "jetmoe": Family(attention=attention.jetmoe),
     "kimi_linear": replace(_LATENT, states=recurrent.delta_attention),
     "lara_mini": _DELTA_NET,
-    **_each(_SHORT_CONV, "lfm2 lfm2_moe lfm3"),
+    **each(_SHORT_CONV, "lfm2 lfm2_moe lfm3"),
     "longcat_flash": replace(_LATENT, finish=quirks.twice),
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
@@ -353,7 +311,7 @@ FAMILIES: dict[str, Family] = {
         prepare=quirks.mimo_v2_flash,
     ),
     "minimax": Family(states=recurrent.lightning),
-    "minimax_m3_vl_text": Family(of_kind={SPARSE_BLOCKS: attention.sparse_blocks}),
+    "minimax_m3_vl_text": Family(of_kind={layer_types.SPARSE_BLOCKS: attention.sparse_blocks}),
     "mllama_text_model": Family(
         finish=quirks.without_cross,
         notes=("without an image: each cross-attention layer caches an image's keys and values",),
@@ -392,7 +350,7 @@ FAMILIES: dict[str, Family] = {
     "xlm": Family(attention=attention.xlm),
     "xlnet": Family(attention=attention.xlnet),
     "xlstm": Family(states=recurrent.xlstm, layers=("num_hidden_layers", "num_blocks")),
-    **_each(Family(attention=attention.partly_rotated), "persimmon phi stablelm"),
+    **each(Family(attention=attention.partly_rotated), "persimmon phi stablelm"),
     "zamba": Family(attention=attention.zamba, states=recurrent.zamba),
     "zamba2": Family(attention=attention.zamba, states=recurrent.mamba2),
     "zaya": Family(states=recurrent.zaya),

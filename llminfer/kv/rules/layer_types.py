@@ -8,6 +8,8 @@ transformers 5.24 does. The kinds are transformers' names for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from llminfer.errors import UnknownConfigField, UnsupportedArchitecture
 from llminfer.kv.config import ConfigView
@@ -25,25 +27,50 @@ COMPRESSED_SPARSE = "compressed_sparse_attention"
 COMPRESSED_HEAVILY = "heavily_compressed_attention"
 SPARSE_BLOCKS = "minimax_m3_sparse"
 
+Pattern = Callable[[ConfigView, int], list[str]]
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a kind of layer holds, and which field says how far back it sees."""
+
+    name: str
+    attends: bool = True
+    recurs: bool = False
+    window: str | None = None
+
+
+KINDS: dict[str, Kind] = {
+    FULL: Kind(name="full"),
+    SLIDING: Kind(name="sliding", window="sliding_window"),
+    CHUNKED: Kind(name="chunked", window="attention_chunk_size"),
+    INDEXED: Kind(name="indexed"),
+    LINEAR: Kind(name="linear", attends=False, recurs=True),
+    CONV: Kind(name="conv", attends=False, recurs=True),
+    HYBRID: Kind(name="hybrid", recurs=True),
+    HYBRID_SLIDING: Kind(name="hybrid_sliding", recurs=True, window="sliding_window"),
+    COMPRESSED_SPARSE: Kind(name="compressed", window="sliding_window"),
+    COMPRESSED_HEAVILY: Kind(name="compressed", window="sliding_window"),
+    SPARSE_BLOCKS: Kind(name="sparse_blocks"),
+    NONE: Kind(name="none", attends=False),
+}
+
+
+def each(row: Row, names: str) -> dict[str, Row]:
+    """The same row for each of the names, which spaces separate."""
+    return dict.fromkeys(names.split(), row)
+
+
 # older names for the same kinds (transformers' `remap_legacy_layer_types`, `get_layer_types_and_kwargs`)
 _OLD_NAMES = {
     "mamba": LINEAR,
     "attention": FULL,
-    "deepseek_sparse_attention": INDEXED,
-    "qwen_sparse_attention": INDEXED,
-    "moe": NONE,
-    "mlp": NONE,
-    "dummy": NONE,
+    **each(INDEXED, "deepseek_sparse_attention qwen_sparse_attention"),
+    **each(NONE, "moe mlp dummy"),
 }
-_KNOWN = frozenset(
-    {FULL, SLIDING, CHUNKED, INDEXED, LINEAR, CONV, HYBRID, HYBRID_SLIDING, NONE}
-    | {COMPRESSED_SPARSE, COMPRESSED_HEAVILY, SPARSE_BLOCKS}
-)
-
 # types whose classes take a longer list of kinds, of which the first count
 _CUT_THEIR_LISTS = frozenset({"deepseek_v4"})
-
-Pattern = Callable[[ConfigView, int], list[str]]
 
 
 def layer_kinds(view: ConfigView, layers: int) -> list[str]:
@@ -75,9 +102,9 @@ def listed_kinds(view: ConfigView, listed: object) -> list[str]:
     if not isinstance(listed, list):
         raise UnknownConfigField(f"{view.source}: layer_types is {listed!r}, not a list")
     kinds = [_OLD_NAMES.get(str(kind), str(kind)) for kind in listed]
-    unknown = sorted(set(kinds) - _KNOWN)
+    unknown = sorted(set(kinds) - KINDS.keys())
     if unknown:
-        known = ", ".join(sorted(_KNOWN | _OLD_NAMES.keys()))
+        known = ", ".join(sorted(KINDS.keys() | _OLD_NAMES.keys()))
         raise UnsupportedArchitecture(
             f"{view.source}: cannot predict layer types {', '.join(unknown)}", hint=f"known: {known}"
         )
@@ -95,36 +122,46 @@ def _all(kind: str) -> Pattern:
     return lambda view, layers: [kind] * layers
 
 
-def _every(period: int | None, field: str | None = None, *, kind: str = FULL, other: str = SLIDING) -> Pattern:
-    """The last of every `period` layers is of `kind`; a config may state the period in `field`."""
+def _where(full: Callable[[int, int], bool]) -> Pattern:
+    """Full where `full` holds of a layer's index and the number of layers, else sliding."""
+    return lambda view, layers: [FULL if full(index, layers) else SLIDING for index in range(layers)]
+
+
+def _cycle(*order: str) -> Pattern:
+    return lambda view, layers: [order[index % len(order)] for index in range(layers)]
+
+
+def _every(
+    period: int | None, field: str | None = None, *, kind: str = FULL, other: str = SLIDING, first: bool = False
+) -> Pattern:
+    """The last (or first) of every `period` layers is of `kind`; a config may state the period in `field`."""
 
     def pattern(view: ConfigView, layers: int) -> list[str]:
         step = view.integer(field, default=period) if field else period or 1
-        return [other if (index + 1) % step else kind for index in range(layers)]
+        return [other if (index + (not first)) % step else kind for index in range(layers)]
 
     return pattern
 
 
-def _first_of(period: int | None, field: str | None = None) -> Pattern:
-    """The first of every `period` layers is full, the others slide."""
+def _listed(field: str, unlisted: Pattern, *, kind: str = FULL, other: str) -> Pattern:
+    """The layers whose indices `field` lists are of `kind`; a config without the list follows `unlisted`."""
 
     def pattern(view: ConfigView, layers: int) -> list[str]:
-        step = view.integer(field, default=period) if field else period or 1
-        return [SLIDING if index % step else FULL for index in range(layers)]
+        indices = view.integers(field)
+        if indices is None:
+            return unlisted(view, layers)
+        return [kind if index in indices else other for index in range(layers)]
 
     return pattern
 
 
-def _last(kind: str, pattern: Pattern) -> Pattern:
-    """`pattern`, but the last layer is of `kind`."""
-    return lambda view, layers: [*pattern(view, layers)[:-1], kind]
+def _last_full(pattern: Pattern) -> Pattern:
+    return lambda view, layers: [*pattern(view, layers)[:-1], FULL]
 
 
-def _period(view: ConfigView, layers: int) -> list[str]:
-    """EXAONE 4: without a window every layer is full."""
-    if view.get("sliding_window") is None:
-        return [FULL] * layers
-    return _every(None, "sliding_window_pattern")(view, layers)
+def _with(field: str, pattern: Pattern) -> Pattern:
+    """`pattern` where the config sets `field`, else full layers."""
+    return lambda view, layers: [FULL] * layers if view.get(field) is None else pattern(view, layers)
 
 
 def _upper_layers_slide(view: ConfigView, layers: int) -> list[str]:
@@ -135,20 +172,11 @@ def _upper_layers_slide(view: ConfigView, layers: int) -> list[str]:
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
 
-def _full_from_the_end(view: ConfigView, layers: int) -> list[str]:
-    """Muse: the last layer is full, and every fourth before it."""
-    return [SLIDING if (layers - 1 - index) % 4 else FULL for index in range(layers)]
-
-
 def _qwen2_moe(view: ConfigView, layers: int) -> list[str]:
     if not view.get("use_sliding_window"):
         return [FULL] * layers
     last = view.integer("max_window_layers", least=0)
     return [SLIDING if index < last and (index + 1) % 2 else FULL for index in range(layers)]
-
-
-def _if_windowed(view: ConfigView, layers: int) -> list[str]:
-    return [FULL if view.get("sliding_window") is None else SLIDING] * layers
 
 
 def _cohere2_moe(view: ConfigView, layers: int) -> list[str]:
@@ -162,23 +190,6 @@ def _dots3(view: ConfigView, layers: int) -> list[str]:
     full = FULL if view.get("use_dsa") is False else INDEXED
     slides = view.get("use_sliding_window", default=True)
     return [SLIDING if slides and index >= 2 and index % 4 != 1 else full for index in range(layers)]
-
-
-def _flint(view: ConfigView, layers: int) -> list[str]:
-    return [FULL if index < 2 or index % 4 == 1 or index == layers - 1 else SLIDING for index in range(layers)]
-
-
-def _inkling(view: ConfigView, layers: int) -> list[str]:
-    local = view.integers("local_layer_ids")
-    if local is None:
-        return _every(6, kind=HYBRID, other=HYBRID_SLIDING)(view, layers)
-    return [HYBRID_SLIDING if index in local else HYBRID for index in range(layers)]
-
-
-def _attention_at(view: ConfigView, layers: int) -> list[str]:
-    """Bamba: the attention layers by index; there may be none."""
-    full = view.integers("attn_layer_indices") or []
-    return [FULL if index in full else LINEAR for index in range(layers)]
 
 
 def _attention_period(kind: str) -> Pattern:
@@ -211,34 +222,15 @@ def _kimi_linear(view: ConfigView, layers: int) -> list[str]:
     return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
 
 
-def _lara_mini(view: ConfigView, layers: int) -> list[str]:
-    order = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
-    return [order[index % len(order)] for index in range(layers)]
-
-
-def _lfm2(view: ConfigView, layers: int) -> list[str]:
-    full = view.integers("full_attn_idxs")
-    return [FULL if full is None or index in full else CONV for index in range(layers)]
-
-
-def _lfm3(view: ConfigView, layers: int) -> list[str]:
-    order = (SLIDING, CONV, FULL, CONV)
-    return [CONV if index == 0 else order[index % 4] for index in range(layers)]
+def _rotary_layers(view: ConfigView, layers: int) -> list[int]:
+    """What is not 0 for the layers with rotary positions."""
+    listed = view.integers("no_rope_layers")
+    return listed or [(index + 1) % view.integer("no_rope_layer_interval") for index in range(layers)]
 
 
 def _llama4(view: ConfigView, layers: int) -> list[str]:
     """Llama 4: layers with rotary positions are chunked, those without see everything."""
-    if view.get("attention_chunk_size") is None:
-        return [FULL] * layers
-    rotary = view.integers("no_rope_layers")
-    if not rotary:
-        step = view.integer("no_rope_layer_interval")
-        rotary = [(index + 1) % step for index in range(layers)]
-    return [CHUNKED if flag else FULL for flag in rotary]
-
-
-def _mimo_v2_flash(view: ConfigView, layers: int) -> list[str]:
-    return [FULL if index == 0 or not (index + 1) % 6 else SLIDING for index in range(layers)]
+    return [CHUNKED if rotary else FULL for rotary in _rotary_layers(view, layers)]
 
 
 def _minimax_m3(view: ConfigView, layers: int) -> list[str]:
@@ -268,11 +260,7 @@ def _olmo_hybrid(view: ConfigView, layers: int) -> list[str]:
 def _smollm3(view: ConfigView, layers: int) -> list[str]:
     if not view.get("use_sliding_window") or view.get("sliding_window") is None:
         return [FULL] * layers
-    rotary = view.integers("no_rope_layers")
-    if rotary is None:
-        step = view.integer("no_rope_layer_interval")
-        rotary = [(index + 1) % step for index in range(layers)]
-    return [FULL if flag else SLIDING for flag in rotary]
+    return [FULL if rotary else SLIDING for rotary in _rotary_layers(view, layers)]
 
 
 def _recurrent_gemma(view: ConfigView, layers: int) -> list[str]:
@@ -294,76 +282,50 @@ def _deepseek_v4(view: ConfigView, layers: int) -> list[str]:
 
 
 PATTERNS: dict[str, Pattern] = {
+    **each(_all(FULL), "cohere_compass_text laguna mellum"),
+    **each(_all(INDEXED), "axk2 deepseek_v32 glm_moe_dsa hy_v4"),
+    **each(_all(LINEAR), "falcon_mamba granitemoehybrid mamba mamba2 rwkv xlstm"),
+    **each(_all(HYBRID), "falcon_h1 zaya"),
+    **each(_every(2), "gemma2 gpt_oss vaultgemma"),
+    **each(_every(4), "dory olmo3"),
+    **each(_every(5), "gemma3n_text kolibri1"),
+    **each(_every(4, first=True), "cwm granite_swa granitemoe_swa"),
+    **each(_every(4, "full_attention_interval", other=LINEAR), "qwen3_5_moe_text qwen3_5_text qwen3_next"),
+    **each(_every(6, kind=HYBRID, other=HYBRID_SLIDING), "inkling2_loop_text inkling2_text"),
+    **each(_last_full(_every(6)), "beam gemma4_text gemma4_unified_text"),
+    **each(_with("sliding_window", _every(None, "sliding_window_pattern")), "exaone4 exaone_moe"),
+    **each(_upper_layers_slide, "dots1 qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text qwen3"),
+    # the last layer is full, and every fourth before it
+    **each(_where(lambda index, layers: (layers - 1 - index) % 4 == 0), "muse_glimmer_text muse_spark_text"),
     "afmoe": _every(None, "global_attn_every_n_layers"),
-    "axk2": _all(INDEXED),
     "bailing_hybrid": _every(None, "layer_group_size", other=LINEAR),
-    "bamba": _attention_at,
-    "beam": _last(FULL, _every(6)),
+    "bamba": _listed("attn_layer_indices", _all(LINEAR), other=LINEAR),
     "cohere2": _every(4, "sliding_window_pattern"),
     "cohere2_moe": _cohere2_moe,
-    "cohere_compass_text": _all(FULL),
-    "cwm": _first_of(4),
-    "deepseek_v32": _all(INDEXED),
     "deepseek_v4": _deepseek_v4,
-    "dory": _every(4),
-    "dots1": _upper_layers_slide,
     "dots3_note_text": _dots3,
-    "exaone4": _period,
-    "exaone_moe": _period,
-    "falcon_h1": _all(HYBRID),
-    "falcon_mamba": _all(LINEAR),
-    "flint": _flint,
-    "gemma2": _every(2),
+    "flint": _where(lambda index, layers: index < 2 or index % 4 == 1 or index == layers - 1),
     "gemma3_text": _every(6, "sliding_window_pattern"),
-    "gemma3n_text": _every(5),
-    "gemma4_text": _last(FULL, _every(6)),
-    "gemma4_unified_text": _last(FULL, _every(6)),
-    "glm_moe_dsa": _all(INDEXED),
-    "gpt_oss": _every(2),
-    "granite_swa": _first_of(4),
-    "granitemoe_swa": _first_of(4),
-    "granitemoehybrid": _all(LINEAR),
-    "hy_v4": _all(INDEXED),
-    "inkling2_loop_text": _every(6, kind=HYBRID, other=HYBRID_SLIDING),
-    "inkling2_text": _every(6, kind=HYBRID, other=HYBRID_SLIDING),
-    "inkling_text": _inkling,
+    "inkling_text": _listed(
+        "local_layer_ids", _every(6, kind=HYBRID, other=HYBRID_SLIDING), kind=HYBRID_SLIDING, other=HYBRID
+    ),
     "jamba": _attention_period(FULL),
     "kimi_linear": _kimi_linear,
-    "kolibri1": _every(5),
-    "laguna": _all(FULL),
-    "lara_mini": _lara_mini,
-    "lfm2": _lfm2,
-    "lfm3": _lfm3,
-    "llama4_text": _llama4,
-    "mamba": _all(LINEAR),
-    "mamba2": _all(LINEAR),
-    "mellum": _all(FULL),
-    "mimo_v2_flash": _mimo_v2_flash,
+    "lara_mini": _cycle(LINEAR, SLIDING, LINEAR, FULL, SLIDING),
+    "lfm2": _listed("full_attn_idxs", _all(FULL), other=CONV),
+    "lfm3": lambda view, layers: [CONV, *_cycle(SLIDING, CONV, FULL, CONV)(view, layers)[1:]],
+    "llama4_text": _with("attention_chunk_size", _llama4),
+    "mimo_v2_flash": _where(lambda index, layers: index == 0 or index % 6 == 5),
     "minimax": _every(2, kind=LINEAR, other=FULL),
     "minimax_m3_vl_text": _minimax_m3,
-    "ministral": _if_windowed,
-    "modernbert-decoder": _first_of(3, "global_attn_every_n_layers"),
-    "muse_glimmer_text": _full_from_the_end,
-    "muse_spark_text": _full_from_the_end,
+    "ministral": _with("sliding_window", _all(SLIDING)),
+    "modernbert-decoder": _every(3, "global_attn_every_n_layers", first=True),
     "nemotron_h": _nemotron_h,
-    "olmo3": _every(4),
     "olmo_hybrid": _olmo_hybrid,
-    "qwen2": _upper_layers_slide,
-    "qwen2_5_omni_text": _upper_layers_slide,
-    "qwen2_5_vl_text": _upper_layers_slide,
     "qwen2_moe": _qwen2_moe,
-    "qwen2_vl_text": _upper_layers_slide,
-    "qwen3": _upper_layers_slide,
-    "qwen3_5_moe_text": _every(4, "full_attention_interval", other=LINEAR),
-    "qwen3_5_text": _every(4, "full_attention_interval", other=LINEAR),
-    "qwen3_next": _every(4, "full_attention_interval", other=LINEAR),
     "qwen4_exp_text": _every(4, "full_attention_interval", kind=INDEXED, other=LINEAR),
     "recurrent_gemma": _recurrent_gemma,
-    "rwkv": _all(LINEAR),
     "smollm3": _smollm3,
-    "vaultgemma": _every(2),
-    "xlstm": _all(LINEAR),
     "zamba": _zamba,
     "zamba2": _zamba2,
-    "zaya": _all(HYBRID),
 }

@@ -40,11 +40,7 @@ def layer_bytes(layer: LayerKV, slots: int, request: Request) -> LayerBytes:
     """A layer that keeps `slots` of its window's tokens, and its states as transformers keeps them."""
     grown = per_token_terms(layer, slots, request, sequences=request.batch, tokens=request.tokens)
     states = state_terms(layer, sequences=request.batch, dtype=lambda state: state_type(state, request))
-    return LayerBytes(
-        slots=slots,
-        terms=grown + states,
-        state_bytes=sum(term.size_bytes for term in states),
-    )
+    return LayerBytes(slots=slots, terms=grown + states, state_bytes=sum(term.size_bytes for term in states))
 
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:

@@ -152,10 +152,7 @@ def _layer(model: ModelKV, layer: LayerKV, specs: tuple[Spec, ...], request: Req
     for spec in specs:
         if spec.kind == "state":
             used = state_terms(
-                layer,
-                sequences=request.batch,
-                dtype=lambda state: _state_type(model, state, request),
-                needed_only=True,
+                layer, sequences=request.batch, dtype=lambda state: _state_type(model, state, request), needed_only=True
             )
             state_bytes = spec.page_bytes * request.batch
             page_padding = state_bytes - sum(term.size_bytes for term in used)
