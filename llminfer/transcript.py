@@ -64,7 +64,7 @@ def read_transcript(file: Path) -> Transcript:
         raise UsageError(f"{file} holds no conversation: schema_version is {version!r}, not {SCHEMA_VERSION}")
     messages = document.get("messages")
     if not isinstance(messages, list):
-        raise UsageError(f"{file} holds no conversation: messages is no list")
+        raise UsageError(f"{file} holds no conversation: messages is not a list")
     return Transcript(
         model=str(document.get("model") or "a model without a name"),
         messages=tuple(_message(file, index, entry) for index, entry in enumerate(messages)),

@@ -243,7 +243,7 @@ def test_two_beginnings_are_refused(chat: Chat, tmp_path: Path) -> None:
         (b"[" * 100_000, "is not a JSON document"),
         (b"[]", "schema_version is None"),
         (b'{"schema_version": 2, "messages": []}', "schema_version is 2, not 1"),
-        (b'{"schema_version": 1}', "messages is no list"),
+        (b'{"schema_version": 1}', "messages is not a list"),
         (b'{"schema_version": 1, "messages": [{"role": "user"}]}', "message 0 lacks a role"),
         (b'{"schema_version": 1, "messages": [{"role": "x", "content": "y"}]}', "message 0 lacks a role"),
         (b'{"schema_version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 is not valid"),

@@ -86,7 +86,7 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
         layers = read_layers(view, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # fields of a file can contradict each other in any way, and each way raises another of these
-        what = f"the config's fields do not go together ({type(error).__name__}: {error})"
+        what = f"the config's fields contradict each other ({type(error).__name__}: {error})"
         raise UnknownConfigField(f"{source}: {what}") from error
     return ModelKV(
         name=name or source,
