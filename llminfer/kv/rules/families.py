@@ -212,7 +212,7 @@ _DECODER_HALF = Family(
     notes=("the decoder alone: with an encoder, every layer also caches keys and values of the source",),
 )
 _INKLING = Family(
-    prepare=quirks.inkling,
+    prepare=quirks.window_of("sliding_window_size"),
     attention=attention.inkling,
     states=recurrent.inkling,
     of_kind={HYBRID_SLIDING: partial(attention.inkling, sliding=True)},
@@ -339,7 +339,7 @@ FAMILIES: dict[str, Family] = {
     "recurrent_gemma": Family(
         attention=attention.grouped_evenly,
         states=recurrent.recurrent_gemma,
-        prepare=quirks.recurrent_gemma,
+        prepare=quirks.window_of("attention_window_size"),
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
     ),
     "reformer": Family(
