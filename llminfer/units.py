@@ -39,11 +39,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidParams: when the text is not a positive number with a known unit.
     """
-    match = _NUMBER.fullmatch(text)
-    factor = _BYTE_FACTORS.get((match[2] or "b").lower()) if match else None
-    if match is None or factor is None:
+    size = _parse(text, "b", _BYTE_FACTORS)
+    if size is None:
         raise InvalidParams(f"{text!r} is not a size", hint="write it like 24GiB, 512MiB, 24GB, 24G or 1073741824")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    return int(size)
 
 
 def parse_count(text: str) -> int:
@@ -52,11 +51,19 @@ def parse_count(text: str) -> int:
     Raises:
         InvalidParams: when the text is not a whole positive number.
     """
-    match = _NUMBER.fullmatch(text)
-    factor = _COUNT_FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None or not math.isclose(float(match[1]) * factor % 1, 0):
+    count = _parse(text, "", _COUNT_FACTORS)
+    if count is None or not math.isclose(count % 1, 0):
         raise InvalidParams(f"{text!r} is not a token count", hint="write it like 8192, 8k (8000) or 8Ki (8192)")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    return int(count)
+
+
+def _parse(text: str, unit: str, factors: Mapping[str, int]) -> int | float | None:
+    """The number in the text times its unit's factor, that of `unit` where it has none; None for what is neither."""
+    match = _NUMBER.fullmatch(text)
+    factor = factors.get((match[2] or unit).lower()) if match else None
+    if match is None or factor is None or math.isinf(float(match[1]) * factor):
+        return None
+    return float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
 
 
 def parse_counts(text: str) -> list[int]:
@@ -65,13 +72,8 @@ def parse_counts(text: str) -> list[int]:
     Raises:
         InvalidParams: when an item is neither a positive count nor a range that rises and ends.
     """
-    counts: list[int] = []
-    for item in text.split(","):
-        if ".." in item:
-            counts += _parse_range(item)
-        else:
-            counts.append(_positive_count(item))
-    return counts
+    items = (_parse_range(item) if ".." in item else [_positive_count(item)] for item in text.split(","))
+    return [count for counts in items for count in counts]
 
 
 def _parse_range(text: str) -> list[int]:

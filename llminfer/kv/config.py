@@ -102,8 +102,7 @@ class ConfigView:
         Raises:
             UnknownConfigField: when the config does not state it.
         """
-        own = self if self.nested else replace(self, defaults={})
-        return own.integer(*names)
+        return (self if self.nested else replace(self, defaults={})).integer(*names)
 
     def _as_stated(self, names: tuple[str, ...]) -> str:
         """The name under which the file has the first of `names` that it has."""

@@ -94,6 +94,7 @@ _SCALARS: Mapping[int, tuple[str, str, int]] = {
     12: ("float64", "d", 8),
 }
 _STRING, _ARRAY = 8, 9
+_U32, _U64 = 4, 10
 
 # Far above any real model and low enough to keep a hostile header under a second and 100 MB.
 _MAX_KEYS = 1 << 16
@@ -109,9 +110,7 @@ _INNER_ARRAY_COST = 16  # strings that could be walked in the time that one inne
 _LONG_STRING_BYTES = 1 << 20  # a chat template is far shorter; a whole tokenizer.json is longer
 _DEFAULT_ALIGNMENT = 32
 
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
-_TENSOR_TAIL = struct.Struct("<IQ")
+_WALKED = struct.Struct("<Q")
 
 
 def read_gguf_header(path: str | os.PathLike[str], *, with_arrays: Container[str] = ()) -> GgufHeader:
@@ -161,17 +160,11 @@ class _Cursor:
 
     def u32(self, what: str) -> int:
         """The next unsigned 32-bit number."""
-        self.need(4, what)
-        (value,) = _U32.unpack_from(self.data, self.position)
-        self.position += 4
-        return int(value)
+        return int(self.numbers(_U32, 1, what)[0])
 
     def u64(self, what: str) -> int:
         """The next unsigned 64-bit number."""
-        self.need(8, what)
-        (value,) = _U64.unpack_from(self.data, self.position)
-        self.position += 8
-        return int(value)
+        return int(self.numbers(_U64, 1, what)[0])
 
     def text(self, what: str) -> str:
         """The next string, decoded."""
@@ -210,7 +203,7 @@ class _Cursor:
 
     def skip_strings(self, count: int, what: str) -> None:
         """Walk over `count` strings. A local loop: this is what reading a header costs."""
-        position, size, data, unpack = self.position, self.size, self.data, _U64.unpack_from
+        position, size, data, unpack = self.position, self.size, self.data, _WALKED.unpack_from
         for _ in range(count):
             if position + 8 > size:
                 self.fail(f"{what} is cut", at=min(position, size), hint="the file is cut or damaged")
@@ -353,10 +346,8 @@ def _read_tensor(cursor: _Cursor, index: int, alignment: int) -> GgufTensor:
     n_dimensions = cursor.u32(f"the rank of {what}")
     if n_dimensions > _MAX_DIMENSIONS:
         cursor.fail(f"{what} has {n_dimensions} dimensions, GGUF allows {_MAX_DIMENSIONS}", at=start)
-    shape = cursor.numbers(10, n_dimensions, f"the shape of {what}")
-    cursor.need(_TENSOR_TAIL.size, what)
-    ggml_type, offset = _TENSOR_TAIL.unpack_from(cursor.data, cursor.position)
-    cursor.position += _TENSOR_TAIL.size
+    shape = cursor.numbers(_U64, n_dimensions, f"the shape of {what}")
+    ggml_type, offset = cursor.u32(f"the type of {what}"), cursor.u64(f"the offset of {what}")
     if ggml_type not in GGML_TYPES:
         cursor.fail(f"{what} has the unknown ggml type {ggml_type}", at=start)
     type_name, block_elements, _ = GGML_TYPES[ggml_type]

@@ -36,18 +36,18 @@ def model_from_header(header: GgufHeader) -> ModelKV:
     if not header.architecture:
         what = f"{header.path} is a later part of a model (split.no {header.metadata['split.no']})"
         raise ModelNotAvailable(what, hint="give its first part, whose name ends in -00001-of-...")
-    rule = ARCHITECTURES.get(header.architecture)
-    if rule is None:
+    if header.architecture not in ARCHITECTURES:
         raise UnsupportedArchitecture(
             f"{header.path}: cannot predict the cache of the GGUF architecture {header.architecture!r}",
             hint=f"known: {', '.join(sorted(ARCHITECTURES))}",
         )
     view = Metadata(architecture=header.architecture, values=header.metadata, source=str(header.path))
-    layers = rule.layers(view)
+    read, model_type = ARCHITECTURES[header.architecture]
+    layers = read(view)
     dtype = Field(name="dtype", value=CACHE_DTYPE, origin="llama.cpp's default cache type")
     return ModelKV(
         name=str(header.path),
-        model_type=rule.model_type or header.architecture,
+        model_type=model_type or header.architecture,
         layers=layers,
         dtype=CACHE_DTYPE,
         context_limit=view.integer("context_length") if view.get("context_length") else None,
@@ -78,9 +78,8 @@ class Metadata:
         Raises:
             UnknownConfigField: when it is missing without a default, or is no such number.
         """
-        value = self.get(key)
-        if value is None:
-            value = default
+        found = self.get(key)
+        value = default if found is None else found
         if value is None:
             raise UnknownConfigField(f"{self.source}: the metadata have no {self.architecture}.{key}")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -102,14 +101,6 @@ class Metadata:
         if len(numbers) != self.integer("block_count") or any(number < 0 for number in numbers):
             raise UnknownConfigField(f"{self.source}: {self.architecture}.{key} does not give {layers} layers a number")
         return numbers[:layers]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A row: how the layers are read, and the transformers model type whose rules the runtimes use."""
-
-    layers: Callable[[Metadata], tuple[LayerKV, ...]]
-    model_type: str | None = None
 
 
 def plain_layers(view: Metadata) -> tuple[LayerKV, ...]:
@@ -164,13 +155,8 @@ def hybrid_layers(view: Metadata) -> tuple[LayerKV, ...]:
     feed_forward = view.per_layer("feed_forward_length", count) if view.architecture == "nemotron_h" else [0] * count
     attention = _attention(view, count, sliding=None)
     recurrent = LayerKV(kind="mamba", states=_ssm_states(view))
-    rows = []
-    for index in range(count):
-        if heads[index]:
-            rows.append(attention[index])
-        else:
-            rows.append(LayerKV(kind="none") if feed_forward[index] else recurrent)
-    return tuple(rows)
+    others = [LayerKV(kind="none") if width else recurrent for width in feed_forward]
+    return tuple(attention[index] if heads[index] else others[index] for index in range(count))
 
 
 def interval_layers(view: Metadata) -> tuple[LayerKV, ...]:
@@ -209,9 +195,8 @@ def _attention(
     view: Metadata, count: int, *, sliding: list[bool] | None, window: int | None = None, kind: str = "sliding"
 ) -> tuple[LayerKV, ...]:
     heads = view.per_layer("attention.head_count", count)
-    kv_heads = heads
-    if view.get("attention.head_count_kv") is not None:
-        kv_heads = view.per_layer("attention.head_count_kv", count)
+    stated = view.get("attention.head_count_kv") is not None
+    kv_heads = view.per_layer("attention.head_count_kv", count) if stated else heads
     if not any(kv_heads) and view.get("ssm.inner_size") is None:
         raise UnknownConfigField(f"{view.source}: {view.architecture}.attention.head_count_kv gives no layer a head")
     key, value = _length(view, "key", heads), _length(view, "value", heads)
@@ -263,26 +248,24 @@ _PLAIN = """
     refact seed_oss smollm3 stablelm starcoder starcoder2 xverse
 """
 
-# rows of PLAIN above first, those with a rule of their own after them
-ARCHITECTURES: dict[str, Architecture] = {
-    **{name: Architecture(layers=plain_layers) for name in _PLAIN.split()},
-    "afmoe": Architecture(layers=pattern_layers(4), model_type="afmoe"),
-    "cohere2": Architecture(layers=pattern_layers(4), model_type="cohere2"),
-    "exaone4": Architecture(layers=pattern_layers(4), model_type="exaone4"),
-    "gemma2": Architecture(layers=pattern_layers(2), model_type="gemma2"),
-    "gemma3": Architecture(layers=pattern_layers(6), model_type="gemma3_text"),
-    "gemma3n": Architecture(layers=pattern_layers(5), model_type="gemma3n_text"),
-    "gpt-oss": Architecture(layers=pattern_layers(2), model_type="gpt_oss"),
-    "llama4": Architecture(layers=pattern_layers(4, window=8192, kind="chunked"), model_type="llama4_text"),
-    "olmo2": Architecture(layers=pattern_layers(4), model_type="olmo3"),
-    "deepseek2": Architecture(layers=latent_layers, model_type="deepseek_v3"),
-    "mamba": Architecture(layers=mamba_layers),
-    "mamba2": Architecture(layers=mamba_layers),
-    "jamba": Architecture(layers=hybrid_layers),
-    "granitehybrid": Architecture(layers=hybrid_layers, model_type="granitemoehybrid"),
-    "nemotron_h": Architecture(layers=hybrid_layers),
-    "qwen3next": Architecture(layers=interval_layers, model_type="qwen3_next"),
-    "falcon-h1": Architecture(layers=parallel_layers, model_type="falcon_h1"),
-    "lfm2": Architecture(layers=short_conv_layers),
-    "lfm2moe": Architecture(layers=short_conv_layers, model_type="lfm2_moe"),
+# how the layers are read, and the transformers model type whose rules the runtimes use, where its name is another
+ARCHITECTURES: dict[str, tuple[Callable[[Metadata], tuple[LayerKV, ...]], str | None]] = {
+    **dict.fromkeys(_PLAIN.split(), (plain_layers, None)),
+    **dict.fromkeys(("afmoe", "cohere2", "exaone4"), (pattern_layers(4), None)),
+    "gemma2": (pattern_layers(2), None),
+    "gemma3": (pattern_layers(6), "gemma3_text"),
+    "gemma3n": (pattern_layers(5), "gemma3n_text"),
+    "gpt-oss": (pattern_layers(2), "gpt_oss"),
+    "llama4": (pattern_layers(4, window=8192, kind="chunked"), "llama4_text"),
+    "olmo2": (pattern_layers(4), "olmo3"),
+    "deepseek2": (latent_layers, "deepseek_v3"),
+    "mamba": (mamba_layers, None),
+    "mamba2": (mamba_layers, None),
+    "jamba": (hybrid_layers, None),
+    "granitehybrid": (hybrid_layers, "granitemoehybrid"),
+    "nemotron_h": (hybrid_layers, None),
+    "qwen3next": (interval_layers, "qwen3_next"),
+    "falcon-h1": (parallel_layers, "falcon_h1"),
+    "lfm2": (short_conv_layers, None),
+    "lfm2moe": (short_conv_layers, "lfm2_moe"),
 }

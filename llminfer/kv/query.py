@@ -82,7 +82,7 @@ def answers(model: ModelKV, question: Question, *, memory: Memory | None = None)
         UsageError: when the ranks do not divide the model, or it states no limit where that is needed.
         UnsupportedArchitecture: when a runtime cannot hold the model, unless refusals are kept.
     """
-    for ranks in {setup.tp: None for setup in question.setups}:
+    for ranks in dict.fromkeys(setup.tp for setup in question.setups):
         shard(model, ranks=ranks, transformers_heads=False)  # ranks that cannot be are an error for every runtime
     lengths: Sequence[int | None] = question.tokens or (None,)
     if question.tokens is None and memory is None:

@@ -11,6 +11,10 @@ from llminfer.jobs import BadLine, Job
 from llminfer.params import SAMPLER_FIELDS
 
 SCHEMA_VERSION = 1
+_STEP_FIELDS = (
+    *("index", "token_id", "token_text", "text", "logprob", "output_s", "forward_s", "sampling_s", "text_s", "at_s"),
+    *("cached_tokens", "kv_bytes"),
+)
 _DRAFT_FIELDS = ("draft_s", "drafted", "accepted", "shared_forward")
 
 
@@ -170,19 +174,7 @@ def _speculation(trace: Trace, started: Started) -> dict[str, Any] | None:
 
 def _step(step: Step, *, drafts: bool) -> dict[str, Any]:
     return {
-        "index": step.index,
-        "token_id": step.token_id,
-        "token_text": step.token_text,
-        "text": step.text,
-        "logprob": step.logprob,
-        "output_s": step.output_s,
-        "forward_s": step.forward_s,
-        "sampling_s": step.sampling_s,
-        "text_s": step.text_s,
-        "at_s": step.at_s,
-        "cached_tokens": step.cached_tokens,
-        "kv_bytes": step.kv_bytes,
-        **({name: getattr(step, name) for name in _DRAFT_FIELDS} if drafts else {}),
+        **{name: getattr(step, name) for name in (*_STEP_FIELDS, *(_DRAFT_FIELDS if drafts else ()))},
         **({"top_logprobs": _alternatives(step)} if step.top_logprobs else {}),
     }
 

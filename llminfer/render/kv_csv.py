@@ -22,15 +22,9 @@ def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
     """The answers in the order asked; with `layers` one line per layer instead."""
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    if layers:
-        writer.writerow(LAYER_COLUMNS)
-        for answer in answers:
-            writer.writerows(_layers(answer))
-    else:
-        writer.writerow(COLUMNS)
-        for answer in answers:
-            values = _values(answer)
-            writer.writerow([values.get(name) for name in COLUMNS])
+    writer.writerow(LAYER_COLUMNS if layers else COLUMNS)
+    for answer in answers:
+        writer.writerows(_layers(answer) if layers else [map(_values(answer).get, COLUMNS)])
     return stream.getvalue()
 
 

@@ -18,6 +18,10 @@ from llminfer.render.kv_columns import facts
 from llminfer.units import to_json
 
 SCHEMA_VERSION = 1
+_SIZES = (
+    *("release", "dtype", "k_dtype", "v_dtype", "total_bytes", "bytes_per_token", "block_tokens", "state_bytes"),
+    *("padding_bytes", "peak_bytes", "all_ranks_bytes", "bytes_by_kind"),
+)
 
 
 def render(answers: Sequence[Answer], *, layers: bool = False) -> str:
@@ -49,18 +53,7 @@ def _result(answer: Answer, layers: bool) -> dict[str, Any]:
 
 def _footprint(found: Footprint) -> dict[str, Any]:
     return {
-        "release": found.release,
-        "dtype": found.dtype,
-        "k_dtype": found.k_dtype,
-        "v_dtype": found.v_dtype,
-        "total_bytes": found.total_bytes,
-        "bytes_per_token": found.bytes_per_token,
-        "block_tokens": found.block_tokens,
-        "state_bytes": found.state_bytes,
-        "padding_bytes": found.padding_bytes,
-        "peak_bytes": found.peak_bytes,
-        "all_ranks_bytes": found.all_ranks_bytes,
-        "bytes_by_kind": found.bytes_by_kind,
+        **{name: getattr(found, name) for name in _SIZES},
         "peaks": [{"name": peak.name, "bytes": peak.size_bytes, "reason": peak.reason} for peak in found.peaks],
         "formula": found.formula,
         "notes": list(found.notes),

@@ -192,11 +192,8 @@ def _sampler_parts(sampling: SamplingParams) -> Iterator[str]:
     for name in SAMPLING_RANGES:
         origin = sampling.origins.get(name, "default")
         if name not in unused and (origin != "default" or name == "temperature"):
-            yield (
-                f"{name.replace('_', '-')} {getattr(sampling, name):g} ({origin})"
-                if name != "seed"
-                else (f"seed {sampling.seed} ({origin})")
-            )
+            value = sampling.seed if name == "seed" else f"{getattr(sampling, name):g}"
+            yield f"{name.replace('_', '-')} {value} ({origin})"
 
 
 def _cache_lines(trace: Trace, started: Started, finished: Finished) -> Iterator[Text]:

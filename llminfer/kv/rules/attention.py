@@ -7,6 +7,7 @@ attention modules of transformers 5.24, where `cache.update` says what is kept.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from llminfer.errors import UnknownConfigField
 from llminfer.kv.config import ConfigView
@@ -24,16 +25,14 @@ def keys_and_values(heads: int, dim: int, *, value_dim: int | None = None) -> tu
     return (PerToken(name="k", heads=heads, dim=dim), PerToken(name="v", heads=heads, dim=value_dim or dim))
 
 
-def grouped(view: ConfigView) -> tuple[PerToken, ...]:
+def grouped(view: ConfigView, *, whole: bool = False) -> tuple[PerToken, ...]:
     """Multi-head and grouped-query attention: K and V of every KV head."""
     heads = view.size(*HEADS)
-    return keys_and_values(kv_heads(view, heads), head_dim(view, heads))
+    return keys_and_values(kv_heads(view, heads), head_dim(view, heads, whole=whole))
 
 
-def grouped_evenly(view: ConfigView) -> tuple[PerToken, ...]:
-    """As `grouped`, where the class refuses a hidden size that the heads do not divide."""
-    heads = view.size(*HEADS)
-    return keys_and_values(kv_heads(view, heads), head_dim(view, heads, whole=True))
+# where the class refuses a hidden size that the heads do not divide
+grouped_evenly = partial(grouped, whole=True)
 
 
 def partly_rotated(view: ConfigView) -> tuple[PerToken, ...]:
@@ -67,16 +66,14 @@ def head_dim(view: ConfigView, heads: int, *, whole: bool = False) -> int:
     return _split_hidden(view, heads, whole=whole) if view.get("head_dim") is None else view.integer("head_dim")
 
 
-def every_head(view: ConfigView) -> tuple[PerToken, ...]:
+def every_head(view: ConfigView, names: tuple[str, ...] = HEADS) -> tuple[PerToken, ...]:
     """Attention with as many KV heads as query heads, each hidden size / heads wide, whatever else is stated."""
-    heads = view.size(*HEADS)
+    heads = view.size(*names)
     return keys_and_values(heads, _split_hidden(view, heads))
 
 
-def decoder_half(view: ConfigView) -> tuple[PerToken, ...]:
-    """The self-attention of an encoder-decoder model's decoder."""
-    heads = view.size(*DECODER_HEADS)
-    return keys_and_values(heads, _split_hidden(view, heads))
+# the self-attention of an encoder-decoder model's decoder
+decoder_half = partial(every_head, names=DECODER_HEADS)
 
 
 def _split_hidden(view: ConfigView, heads: int, *, whole: bool = True) -> int:
@@ -106,8 +103,8 @@ def falcon(view: ConfigView) -> tuple[PerToken, ...]:
     heads = view.size(*HEADS)
     dim = _split_hidden(view, heads)
     if view.get("new_decoder_architecture"):
-        groups = view.integer("num_kv_heads", default=heads)
-        return tuple(PerToken(name=name, heads=groups, dim=dim, transformers_heads=heads) for name in ("k", "v"))
+        tensors = keys_and_values(view.integer("num_kv_heads", default=heads), dim)
+        return tuple(replace(tensor, transformers_heads=heads) for tensor in tensors)
     return keys_and_values(1 if view.get("multi_query") else heads, dim)
 
 
@@ -123,15 +120,14 @@ def not_cached(view: ConfigView) -> tuple[PerToken, ...]:
 
 def cpmant(view: ConfigView) -> tuple[PerToken, ...]:
     """CPM-Ant: heads of `dim_head`, and a learned prompt in front of every sequence."""
-    heads, dim, prompt = view.size(*HEADS), view.integer("dim_head"), view.integer("prompt_length")
-    return tuple(PerToken(name=name, heads=heads, dim=dim, extra_tokens=prompt) for name in ("k", "v"))
+    tensors = keys_and_values(view.size(*HEADS), view.integer("dim_head"))
+    prompt = view.integer("prompt_length")
+    return tuple(replace(tensor, extra_tokens=prompt) for tensor in tensors)
 
 
 def xlm(view: ConfigView) -> tuple[PerToken, ...]:
     """XLM: each step ends with a mask token, which stays cached."""
-    heads = view.size(*HEADS, "n_heads")
-    dim = _split_hidden(view, heads)
-    return tuple(PerToken(name=name, heads=heads, dim=dim, extra_tokens=1) for name in ("k", "v"))
+    return tuple(replace(tensor, extra_tokens=1) for tensor in every_head(view))
 
 
 def xlnet(view: ConfigView) -> tuple[PerToken, ...]:

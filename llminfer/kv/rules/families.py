@@ -86,7 +86,7 @@ def read_model(config: Mapping[str, Any], *, source: str, name: str | None = Non
         layers = read_layers(view, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # fields of a file can contradict each other in any way, and each way raises another of these
-        what = f"the config's fields do not go together ({type(error).__name__}: {error})"
+        what = f"the config's fields contradict each other ({type(error).__name__}: {error})"
         raise UnknownConfigField(f"{source}: {what}") from error
     return ModelKV(
         name=name or source,
@@ -212,7 +212,7 @@ _DECODER_HALF = Family(
     notes=("the decoder alone: with an encoder, every layer also caches keys and values of the source",),
 )
 _INKLING = Family(
-    prepare=quirks.inkling,
+    prepare=quirks.window_of("sliding_window_size"),
     attention=attention.inkling,
     states=recurrent.inkling,
     of_kind={HYBRID_SLIDING: partial(attention.inkling, sliding=True)},
@@ -339,7 +339,7 @@ FAMILIES: dict[str, Family] = {
     "recurrent_gemma": Family(
         attention=attention.grouped_evenly,
         states=recurrent.recurrent_gemma,
-        prepare=quirks.recurrent_gemma,
+        prepare=quirks.window_of("attention_window_size"),
         notes=("transformers keeps the recurrent states in the modules, not in the cache object",),
     ),
     "reformer": Family(

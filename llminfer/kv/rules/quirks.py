@@ -7,7 +7,7 @@ the config classes' `__post_init__` and the models' forwards in transformers 5.2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -158,12 +158,9 @@ def mimo_v2_flash(view: ConfigView) -> ConfigView:
     return view if size is None else view.at(0, {"sliding_window": view.integer("sliding_window_size") + 1})
 
 
-def recurrent_gemma(view: ConfigView) -> ConfigView:
-    return view.at(0, {"sliding_window": view.integer("sliding_window", "attention_window_size")})
-
-
-def inkling(view: ConfigView) -> ConfigView:
-    return view.at(0, {"sliding_window": view.integer("sliding_window", "sliding_window_size")})
+def window_of(name: str) -> Callable[[ConfigView], ConfigView]:
+    """The window by its usual name, else by the type's older one."""
+    return lambda view: view.at(0, {"sliding_window": view.integer("sliding_window", name)})
 
 
 def modernbert_decoder(view: ConfigView) -> ConfigView:

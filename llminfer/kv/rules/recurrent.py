@@ -20,21 +20,16 @@ def conv(channels: int, width: int, *, name: str = "conv", dtype: str | None = N
     return State(name=name, shape=(channels, width), role="conv", needed_columns=width - 1, dtype=dtype)
 
 
-def _mamba1(view: ConfigView, inner: int) -> tuple[State, ...]:
+def mamba1(view: ConfigView, inner: int | None = None) -> tuple[State, ...]:
+    """Mamba (arXiv 2312.00752): conv I · k and state I · d_state, I the inner width."""
+    inner = inner or _inner(view)
     state = view.integer("mamba_d_state", "state_size")
     return conv(inner, view.integer(*_CONV_WIDTH)), State(name="ssm", shape=(inner, state), dtype="float32")
 
 
 def mamba(view: ConfigView) -> tuple[State, ...]:
     """Mamba alone: a stated inner width stands, and `expand` gives it where there is none."""
-    stated = view.get("intermediate_size")
-    inner = _inner(view) if stated is None else view.integer("intermediate_size")
-    return _mamba1(view, inner)
-
-
-def mamba1(view: ConfigView) -> tuple[State, ...]:
-    """Mamba (arXiv 2312.00752): conv I · k and state I · d_state, I the inner width."""
-    return _mamba1(view, _inner(view))
+    return mamba1(view, None if view.get("intermediate_size") is None else view.integer("intermediate_size"))
 
 
 def zamba(view: ConfigView) -> tuple[State, ...]:

@@ -54,7 +54,7 @@ def _layer(layer: LayerKV, request: Request) -> LayerBytes:
     terms = per_token_terms(
         layer, placed, request, sequences=request.batch, tokens=request.tokens, places=_places, symbol="places"
     )
-    return LayerBytes(slots=whole_blocks(placed), terms=terms)
+    return LayerBytes(slots=whole_blocks(placed), grown=terms)
 
 
 def _places(tensor: PerToken, entries: int) -> int:

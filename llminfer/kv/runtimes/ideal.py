@@ -29,4 +29,4 @@ def _layer(layer: LayerKV, request: Request) -> LayerBytes:
     states = state_terms(
         layer, sequences=request.batch, dtype=lambda state: unpinned(state.dtype, request), needed_only=True
     )
-    return LayerBytes(slots=slots, terms=grown + states, state_bytes=sum(term.size_bytes for term in states))
+    return LayerBytes(slots=slots, grown=grown, states=states)

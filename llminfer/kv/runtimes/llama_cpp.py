@@ -33,29 +33,11 @@ UBATCH_TOKENS = 512  # llama.cpp's default --ubatch-size
 # the model types whose window llama.cpp applies to its cells (models/*.cpp that set swa_type); it keeps every
 # token of all others, also of those whose config states a window (Mistral 7B 0.1, Phi-3)
 WINDOWED_MODEL_TYPES = frozenset(
-    {
-        "afmoe",
-        "cohere2",
-        "cohere2_moe",
-        "exaone4",
-        "exaone_moe",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "gemma3n",
-        "gemma3n_text",
-        "gemma4",
-        "gemma4_text",
-        "gpt_oss",
-        "laguna",
-        "llama4",
-        "llama4_text",
-        "mellum",
-        "mimo_v2_flash",
-        "olmo3",
-        "plamo3",
-        "smallthinker",
-    }
+    (
+        *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
+        *("gemma3n_text", "gemma4", "gemma4_text", "gpt_oss", "laguna", "llama4", "llama4_text", "mellum"),
+        *("mimo_v2_flash", "olmo3", "plamo3", "smallthinker"),
+    )
 )
 # models/*.cpp that read attention.key_length_mla; MiniCPM3's heads are cached expanded
 LATENT_MODEL_TYPES = frozenset(
@@ -85,8 +67,8 @@ def _layer(layer: LayerKV, request: Request, *, windowed: bool) -> LayerBytes:
     )
     return LayerBytes(
         slots=cells if layer.tensors else 0,
-        terms=per_token_terms(layer, cells, request, sequences=1, symbol="cells") + states,
-        state_bytes=sum(term.size_bytes for term in states),
+        grown=per_token_terms(layer, cells, request, sequences=1, symbol="cells"),
+        states=states,
     )
 
 

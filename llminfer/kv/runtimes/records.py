@@ -55,8 +55,18 @@ class LayerBytes:
     """
 
     slots: int
-    terms: tuple[Term, ...]
-    state_bytes: int = 0
+    grown: tuple[Term, ...]
+    states: tuple[Term, ...] = ()
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All summands."""
+        return self.grown + self.states
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that do not depend on the tokens."""
+        return sum(term.size_bytes for term in self.states)
 
     @property
     def size_bytes(self) -> int:
@@ -115,22 +125,16 @@ class Runtime:
     follows_checkpoint: bool = False
 
 
-def each_layer(layers: Iterable[LayerKV], size: Callable[[LayerKV], LayerBytes]) -> tuple[LayerBytes, ...]:
+def each_layer(layers: tuple[LayerKV, ...], size: Callable[[LayerKV], LayerBytes]) -> tuple[LayerBytes, ...]:
     """`size` of every layer, computed once per group of equal layers."""
-    known: dict[LayerKV, LayerBytes] = {}
-    rows = []
-    for layer in layers:
-        if layer not in known:
-            known[layer] = size(layer)
-        rows.append(known[layer])
-    return tuple(rows)
+    known = {layer: size(layer) for layer in dict.fromkeys(layers)}
+    return tuple(known[layer] for layer in layers)
 
 
 def tensor_type(tensor: PerToken, request: Request) -> ElementType:
     """The element type of a growing tensor: the one it is pinned to, else the request's."""
-    if tensor.dtype is not None:
-        return element_type(tensor.dtype)
-    return request.v_type if tensor.name == "v" else request.k_type
+    usual = request.v_type if tensor.name == "v" else request.k_type
+    return usual if tensor.dtype is None else element_type(tensor.dtype)
 
 
 def per_token_terms(

@@ -26,9 +26,7 @@ def kept_tokens(layer: LayerKV, tokens: int) -> int:
 
     Source: `DynamicSlidingWindowLayer.update` slices `[-w + 1:]`, which is everything for w = 1.
     """
-    if layer.window is None or layer.window == 1:
-        return tokens
-    return min(tokens, layer.window - 1)
+    return tokens if layer.window is None or layer.window == 1 else min(tokens, layer.window - 1)
 
 
 def state_type(state: State, request: Request) -> ElementType:
@@ -40,7 +38,7 @@ def layer_bytes(layer: LayerKV, slots: int, request: Request) -> LayerBytes:
     """A layer that keeps `slots` of its window's tokens, and its states as transformers keeps them."""
     grown = per_token_terms(layer, slots, request, sequences=request.batch, tokens=request.tokens)
     states = state_terms(layer, sequences=request.batch, dtype=lambda state: state_type(state, request))
-    return LayerBytes(slots=slots, terms=grown + states, state_bytes=sum(term.size_bytes for term in states))
+    return LayerBytes(slots=slots, grown=grown, states=states)
 
 
 def allocate(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> Allocation:

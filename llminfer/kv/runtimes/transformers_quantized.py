@@ -89,7 +89,7 @@ def _bits(request: Request) -> int:
 def _layer(layer: LayerKV, request: Request, bits: int, waiting: int) -> LayerBytes:
     alike = Counter((tensor.heads, tensor.dim) for tensor in layer.tensors)
     terms = (_terms(layer, request, bits, waiting, shape, count) for shape, count in alike.items())
-    return LayerBytes(slots=request.tokens, terms=tuple(term for pair in terms for term in pair))
+    return LayerBytes(slots=request.tokens, grown=tuple(term for pair in terms for term in pair))
 
 
 def _terms(

@@ -111,7 +111,11 @@ def _specs(model: ModelKV, layers: tuple[LayerKV, ...], request: Request) -> dic
     """The specs of each distinct layer: one for what grows, one for its states."""
     distinct = dict.fromkeys(layers)
     token_bytes = {layer: _token_bytes(layer, request) for layer in distinct if layer.tensors}
-    state_bytes = {layer: _state_bytes(model, layer, request) for layer in distinct if layer.states}
+    state_bytes = {
+        layer: sum(term.size_bytes for term in _state_terms(model, layer, request, sequences=1))
+        for layer in distinct
+        if layer.states
+    }
     block = BLOCK_TOKENS
     if token_bytes and state_bytes:
         block = max(block, 16 * -(-max(state_bytes.values()) // (16 * min(token_bytes.values()))))
@@ -147,28 +151,20 @@ def _padding_layers(counts: Counter[Spec]) -> dict[Spec, int]:
 
 
 def _layer(model: ModelKV, layer: LayerKV, specs: tuple[Spec, ...], request: Request) -> LayerBytes:
-    terms: tuple[Term, ...] = ()
-    slots, state_bytes = 0, 0
+    grown: tuple[Term, ...] = ()
+    states: tuple[Term, ...] = ()
+    slots = 0
     for spec in specs:
         if spec.kind == "state":
-            used = state_terms(
-                layer, sequences=request.batch, dtype=lambda state: _state_type(model, state, request), needed_only=True
-            )
-            state_bytes = spec.page_bytes * request.batch
-            page_padding = state_bytes - sum(term.size_bytes for term in used)
-            terms += used + _page_padding(layer, page_padding)
+            states = _state_terms(model, layer, request, sequences=request.batch)
+            padding = spec.page_bytes * request.batch - sum(term.size_bytes for term in states)
+            if padding:
+                label = f"{layer.kind} page padding"
+                states += (Term(label=label, symbols=("pad",), factors=(str(padding),), size_bytes=padding),)
         else:
             slots = spec.blocks(request.tokens) * spec.block_tokens
-            terms += per_token_terms(layer, slots, request, sequences=request.batch, symbol="slots")
-    return LayerBytes(slots=slots, terms=terms, state_bytes=state_bytes)
-
-
-def _page_padding(layer: LayerKV, size_bytes: int) -> tuple[Term, ...]:
-    if not size_bytes:
-        return ()
-    return (
-        Term(label=f"{layer.kind} page padding", symbols=("pad",), factors=(str(size_bytes),), size_bytes=size_bytes),
-    )
+            grown = per_token_terms(layer, slots, request, sequences=request.batch, symbol="slots")
+    return LayerBytes(slots=slots, grown=grown, states=states)
 
 
 def _token_bytes(layer: LayerKV, request: Request) -> int:
@@ -176,9 +172,10 @@ def _token_bytes(layer: LayerKV, request: Request) -> int:
     return sum(term.size_bytes for term in per_token_terms(layer, 1, one, sequences=1))
 
 
-def _state_bytes(model: ModelKV, layer: LayerKV, request: Request) -> int:
-    terms = state_terms(layer, sequences=1, dtype=lambda state: _state_type(model, state, request), needed_only=True)
-    return sum(term.size_bytes for term in terms)
+def _state_terms(model: ModelKV, layer: LayerKV, request: Request, *, sequences: int) -> tuple[Term, ...]:
+    return state_terms(
+        layer, sequences=sequences, dtype=lambda state: _state_type(model, state, request), needed_only=True
+    )
 
 
 def _state_type(model: ModelKV, state: State, request: Request) -> ElementType:
