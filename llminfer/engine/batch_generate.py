@@ -13,7 +13,7 @@ from llminfer.engine.machine.device import synchronizer
 from llminfer.engine.machine.memory import available_bytes
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
-from llminfer.engine.run_errors import explain, reason_of
+from llminfer.engine.run_errors import explain
 from llminfer.engine.sampling.resolve import effective_sampling, with_bad_words
 from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.engine.text.prompt import Prompt, check_ids, encode_messages, encode_prompt
@@ -23,6 +23,7 @@ from llminfer.jobs import BadLine, Job
 from llminfer.kv.footprint import footprint, total_bytes
 from llminfer.kv.setup import CacheSetup
 from llminfer.params import MAX_SEED, CacheOptions, StopCriteria
+from llminfer.text import reason_of
 
 _SHARE_FOR_CACHE = 0.9  # of the memory that is left; the rest is for what a forward computes
 

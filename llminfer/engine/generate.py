@@ -21,7 +21,7 @@ from llminfer.engine.machine.device import device_name, synchronizer
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import _predict, predict
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
-from llminfer.engine.run_errors import explain, reason_of
+from llminfer.engine.run_errors import explain
 from llminfer.engine.sampling.resolve import effective_sampling, effective_stop, with_bad_words
 from llminfer.engine.sampling.sampler import make_sampler
 from llminfer.engine.speculative_loop import Drafting, decode_drafts, make_drafting
@@ -38,6 +38,7 @@ from llminfer.params import (
     Speculation,
     StopCriteria,
 )
+from llminfer.text import reason_of
 
 
 def generate(
