@@ -26,7 +26,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kv": ("errors", "units", "foreign"),
     "sources": ("errors", "foreign", "hub", "kv"),
     "events": ("errors", "units", "params", "kv"),
-    "engine": ("atomic", "errors", "foreign", "units", "hub", "transcript", "params", "jobs", "kv", "events"),
+    "engine": ("atomic", "errors", "foreign", "text", "units", "hub", "transcript", "params", "jobs", "kv", "events"),
     "render": ("errors", "units", "params", "jobs", "kv", "events"),
     "api": ("errors", "units", "hub", "params", "jobs", "kv", "sources", "events", "engine"),
     "cli": (
