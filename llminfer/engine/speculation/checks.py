@@ -16,20 +16,17 @@ SPECULATIVE_CACHES = frozenset({"dynamic", "growing", "static", "none"})
 def check_speculation(speculation: Speculation, options: CacheOptions, config: Config, source: str) -> None:
     """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
 
-    Args:
-        options: the cache that will be asked for.
-        source: names the model in errors.
+    `source` names the model in errors.
 
     Raises:
-        UsageError: for a cache that does not go with it.
-        UnsupportedArchitecture: naming what about the model stands against it.
+        UsageError: for a cache that cannot be cut back.
+        UnsupportedArchitecture: naming what about the model rules it out.
     """
     flag = "--draft" if speculation.kind == "draft-model" else f"--speculate {speculation.kind}"
     if options.name not in SPECULATIVE_CACHES:
         what = "--kv-window" if options.window is not None else f"--cache {options.kind}"
         raise UsageError(f"{flag} does not go with {what}: that cache cannot be cut back", hint="drop one of them")
-    reason = why_not_speculate(config, options.name)
-    if reason is not None:
+    if (reason := why_not_speculate(config, options.name)) is not None:
         raise UnsupportedArchitecture(f"{source} cannot speculate: {reason}", hint=f"drop {flag}")
 
 
@@ -52,12 +49,8 @@ def why_not_speculate(config: Config, cache: str = "dynamic") -> str | None:
 def check_vocabularies(draft: Tokenizer, tokenizer: Tokenizer, *, draft_name: str, source: str) -> None:
     """Refuse a draft model whose tokenizer is another one, so that its ids mean something else.
 
-    Args:
-        draft: the draft model's tokenizer.
-        tokenizer: that of the model which checks the drafts.
-
     Raises:
-        UsageError: naming both, and an id that they read differently.
+        UsageError: naming both models, and how many tokens differ.
     """
     ours, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if ours == theirs:

@@ -106,8 +106,7 @@ class NgramIndex:
                 self._ends[tuple(ids[end - length : end])] = end
         self._indexed = max(self._indexed, len(ids) - 1)
         for length in range(min(LONGEST_NGRAM, len(ids) - 1), 0, -1):
-            found = self._ends.get(tuple(ids[len(ids) - length :]))
-            if found is not None:
+            if (found := self._ends.get(tuple(ids[-length:]))) is not None:
                 return length, found
         return None
 
@@ -164,8 +163,7 @@ class PromptLookup:
     notes: tuple[str, ...] = ()
 
     def __init__(self, check: CheckCost = _ON_CPU) -> None:
-        self._check = check
-        self._index = NgramIndex()
+        self._check, self._index = check, NgramIndex()
         self._acceptance = {length: Acceptance(rate) for length, rate in _FIRST_RATES.items()}
         self._guess: Sequence[int] = ()
         self._length = self._start = 0
@@ -177,8 +175,8 @@ class PromptLookup:
         if found is None or most < 1:
             self._guess = ()
             return ()
-        self._length, self._start = found[0], len(ids)
-        self._guess = copied(ids, found[1], most)
+        (self._length, end), self._start = found, len(ids)
+        self._guess = copied(ids, end, most)
         return self._guess[: best_length(self._acceptance[self._length].rate, most, self._check)]
 
 
