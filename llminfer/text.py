@@ -1,4 +1,4 @@
-"""Text that others wrote: UTF-8, or whatever Unicode a byte order mark at its beginning names."""
+"""Text that others wrote: UTF-8, or whatever Unicode a byte order mark names; and their errors, as one line."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def to_utf8(data: bytes, source: str) -> bytes:
 def without_line_end(text: str) -> str:
     """The text without the one line break, LF or CR LF, that an editor or `echo` puts at its end."""
     return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, printable; two where the first only names what the second is of."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return "".join(character if character.isprintable() else "?" for character in reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """The kind of another library's error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"

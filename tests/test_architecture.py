@@ -29,7 +29,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "sources": ("errors", "foreign", "hub", "kv"),
     "events": ("errors", "units", "params", "kv"),
     "engine": (
-        *("atomic", "errors", "foreign", "units", "hub", "transcript", "exclusions", "params", "request"),
+        *("atomic", "errors", "foreign", "text", "units", "hub", "transcript", "exclusions", "params", "request"),
         *("kv", "events"),
     ),
     "loader": ("errors", "hub", "params", "request", "kv", "engine"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llminfer.errors import UsageError
-from llminfer.text import decode_text, to_utf8, without_line_end
+from llminfer.text import decode_text, reason_of, to_utf8, without_line_end
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), min_size=0)
 
@@ -60,3 +60,16 @@ def test_what_is_no_text_is_named(data: bytes, said: str) -> None:
 )
 def test_one_line_end_goes_and_a_lone_carriage_return_stays(text: str, kept: str) -> None:
     assert without_line_end(text) == kept
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("one\ntwo", "ValueError: one"),
+        ("\n  field:\n  is wrong\nmore", "ValueError: field: is wrong"),
+        ("a\x1b[2Jb", "ValueError: a?[2Jb"),
+        ("", "ValueError: no message"),
+    ],
+)
+def test_an_error_of_another_library_is_one_printable_line(message: str, reason: str) -> None:
+    assert reason_of(ValueError(message)) == reason

@@ -12,7 +12,7 @@ from llminfer.engine.machine.memory import available_bytes
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
 from llminfer.engine.prepare import PreparedRun, prepare_run
-from llminfer.engine.run_errors import explain, reason_of
+from llminfer.engine.run_errors import explain
 from llminfer.errors import GenerationFailed, LlminferError
 from llminfer.events import Finished, Step, Trace
 from llminfer.exclusions import check_together
@@ -20,6 +20,7 @@ from llminfer.kv.footprint import footprint, total_bytes
 from llminfer.kv.setup import CacheSetup
 from llminfer.params import MAX_SEED, CacheOptions
 from llminfer.request import GenerationRequest
+from llminfer.text import reason_of
 
 _SHARE_FOR_CACHE = 0.9  # of the memory that is left; the rest is for what a forward computes
 

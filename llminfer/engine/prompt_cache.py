@@ -34,6 +34,7 @@ from llminfer.engine.model import LoadedModel
 from llminfer.errors import GenerationFailed, PromptCacheMismatch, UsageError
 from llminfer.foreign import parse_json
 from llminfer.params import CacheOptions
+from llminfer.text import first_line
 
 FORMAT = "llminfer prompt cache"
 # raise it whenever another layout is written, or more has to be the same
@@ -109,7 +110,7 @@ def _reading(file: Path) -> Iterator[None]:
             raise PromptCacheMismatch(f"{file} is no file")
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
-        reason = _printable((str(error) or type(error).__name__).splitlines()[0])
+        reason = _printable(first_line(error))
         raise PromptCacheMismatch(f"cannot read the prompt cache {file}: {reason}", hint=_NEW_FILE) from error
 
 

@@ -13,22 +13,11 @@ from llminfer.errors import ModelNotAvailable
 from llminfer.foreign import INCOMPLETE, beginning_of, name_other_kind, read_json_object
 from llminfer.kv.config import MOST_LAYERS, load_config, text_config
 from llminfer.kv.rules.attention import HEADS, HIDDEN, LAYERS
-from llminfer.kv.weights import (
-    PICKLES,
-    first_file,
-    read_safetensors_header,
-    safetensors_names,
-    shards_of,
-)
+from llminfer.kv.weights import PICKLES, first_file, read_safetensors_header, safetensors_names, shards_of
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "tekken.json"),
 )
 _TOKENIZER_SUFFIXES = (".tiktoken", ".model")
 _TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -52,8 +41,7 @@ def inspect_checkpoint(
     """Look a checkpoint over: its config, its weights against their own headers, its tokenizer files.
 
     Args:
-        folder: where the checkpoint is.
-        tokenizer: where the tokenizer is; with the model when not given.
+        tokenizer: its folder, the model's own when not given.
         allow_pickle: accept pickled weights where there are no others.
         trust_remote_code: accept a model that only Python code in the folder knows.
 
@@ -68,7 +56,9 @@ def inspect_checkpoint(
         _check_counts(config, folder, tensors)
         _check_sizes(text_config(config), folder, weights_bytes)
         tokenizer_folder = _tokenizer_folder(folder, tokenizer)
-        _check_generation_config(folder / "generation_config.json")
+        if (generation_config := folder / "generation_config.json").exists():
+            # transformers passes over one that it cannot read, and with it over the EOS ids
+            read_json_object(generation_config)
     except (ModelNotAvailable, OSError) as error:
         # the reason behind the reason, for the price of an import that takes seconds
         from llminfer.engine.models.support import read_architecture
@@ -78,11 +68,7 @@ def inspect_checkpoint(
             raise ModelNotAvailable(f"cannot read {error.filename or folder}: {error.strerror}") from error
         raise
     return Checkpoint(
-        folder=folder,
-        tokenizer_folder=tokenizer_folder,
-        config=config,
-        pickled=pickled,
-        weights_bytes=weights_bytes,
+        folder=folder, tokenizer_folder=tokenizer_folder, config=config, pickled=pickled, weights_bytes=weights_bytes
     )
 
 
@@ -111,32 +97,23 @@ def _tokenizer_folder(folder: Path, tokenizer: Path | None) -> Path:
     return place
 
 
-def _check_generation_config(file: Path) -> None:
-    # transformers passes over one that it cannot read, and with it over the EOS ids
-    if file.exists():
-        read_json_object(file)
-
-
 def _check_weights(folder: Path, config: Mapping[str, Any], *, allow_pickle: bool) -> tuple[bool, int, int | None]:
     """Whether the weights are pickled, the bytes of all weight files, and how many tensors they hold."""
     safetensors = first_file(folder, safetensors_names(config))
-    if safetensors is not None:
-        shards = shards_of(safetensors) if safetensors.suffix == ".json" else {safetensors: set[str]()}
-        tensors = sum(_check_shard(shard, names, safetensors) for shard, names in shards.items())
-        return False, sum(shard.stat().st_size for shard in shards), tensors
-    pickle = first_file(folder, PICKLES)
-    if pickle is None:
+    found = safetensors or first_file(folder, PICKLES)
+    if found is None:
         raise ModelNotAvailable(
             f"no weights in {folder}",
             hint="looked for model.safetensors and its index (and pickles, with --allow-pickle)",
         )
-    if not allow_pickle:
+    if not safetensors and not allow_pickle:
         raise ModelNotAvailable(
-            f"{folder} has pickled weights only ({pickle.name})",
+            f"{folder} has pickled weights only ({found.name})",
             hint="convert them to safetensors, or --allow-pickle reads them with torch's restricted unpickler",
         )
-    pickles = shards_of(pickle) if pickle.suffix == ".json" else {pickle: set[str]()}
-    return True, sum(file.stat().st_size for file in pickles), None
+    shards = shards_of(found) if found.suffix == ".json" else {found: set[str]()}
+    tensors = sum(_check_shard(shard, names, found) for shard, names in shards.items()) if safetensors else None
+    return not safetensors, sum(shard.stat().st_size for shard in shards), tensors
 
 
 def _check_shard(shard: Path, names: set[str], index: Path) -> int:

@@ -14,16 +14,16 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from packaging.version import Version
 
 from llminfer.engine.machine.disk_cache import CACHE_HINT, Progress, cache_folder, indexed_digest
 from llminfer.errors import LlminferError
@@ -32,8 +32,12 @@ from llminfer.foreign import parse_json
 # Raise it whenever the conversion writes something else for the same file.
 CONVERSION_FORMAT = 1
 MANIFEST_NAME = "llminfer.json"
+NOT_INSTALLED = "none"
 
 _SHAPING_DISTRIBUTIONS = ("gguf", "tokenizers", "transformers")
+
+Build = Callable[[Path], tuple[str, ...]]
+"""Fills a folder and returns its warnings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ def shaping_versions() -> dict[str, str]:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            found[name] = NOT_INSTALLED
     return found
 
 
@@ -91,23 +95,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest if manifest.format == CONVERSION_FORMAT and sizes == manifest.file_bytes else None
 
 
-# The index of digests
-
-
-# Writing a checkpoint
-
-
-def build_checkpoint(
-    folder: Path,
-    build: Callable[[Path], tuple[str, ...]],
-    *,
-    source: str,
-    digest: str,
-    progress: Progress | None = None,
-) -> Path:
+def build_checkpoint(folder: Path, build: Build, *, source: str, digest: str, progress: Progress | None = None) -> Path:
     """Put a checkpoint at `folder`: `build` fills a temporary sibling, which is then renamed.
 
-    `build` returns its warnings. When another process builds the same one, we wait and use theirs.
+    When another process builds the same one, we wait and use theirs.
 
     Raises:
         LlminferError: when the cache folder has no room or cannot be written.
@@ -118,7 +109,7 @@ def build_checkpoint(
             if read_manifest(folder) is not None:
                 return folder
             _remove_leftovers(folder)
-            temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+            temporary = _temporary_folder(folder)
             try:
                 warnings = build(temporary)
                 _write_manifest(temporary, source=source, digest=digest, warnings=warnings)
@@ -144,23 +135,29 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise LlminferError(f"cannot write to the cache {folder.parent}: {reason}", hint=CACHE_HINT) from error
 
 
-@contextmanager
-def _locked(folder: Path, progress: Progress | None) -> Iterator[None]:
+def _locked(folder: Path, progress: Progress | None) -> AbstractContextManager[object]:
     lock = FileLock(_lock_path(folder))
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         if progress is not None:
             progress("wait", 0, 0)
-        lock.acquire(poll_interval=0.2)
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire(poll_interval=0.2)
 
 
 def _lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
+
+
+def _temporary_folder(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Move a folder away in one step, so that no reader sees it shrink."""
+    aside = _temporary_folder(folder)
+    os.rename(folder, aside / "old")
+    return aside
 
 
 def _move_into_place(temporary: Path, folder: Path) -> None:
@@ -174,10 +171,8 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what crashed runs left: whoever could still be writing it would hold its lock."""
-    if folder.exists():
-        # damaged, or of a format that we do not read; aside first, so that no reader sees it shrink
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
-        os.rename(folder, aside / "old")
+    if folder.exists():  # damaged, or of a format that we do not read
+        _set_aside(folder)
     for leftover in folder.parent.glob(".*.tmp"):
         owner = folder.with_name(leftover.name.split(".")[1])
         if owner == folder:
@@ -198,29 +193,25 @@ def _remove_older(folder: Path, digest: str) -> None:
         if other == folder or other.name.startswith(".") or not _is_older(path, digest):
             continue
         with suppress(Timeout, OSError), FileLock(_lock_path(other), timeout=0):
-            # aside first, so that no reader sees it shrink
-            aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{other.name}.", suffix=".tmp"))
-            os.rename(other, aside / "old")
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(_set_aside(other), ignore_errors=True)
 
 
 def _is_older(path: Path, digest: str) -> bool:
     """Whether a manifest is of a conversion of the same file by versions none of which is newer than ours."""
     try:
         manifest = parse_json(path.read_text(encoding="utf-8"))
-        if manifest["digest"] != digest:
-            return False
         stated, ours = manifest["versions"], shaping_versions()
-        theirs = [manifest["format"], *(_numbers(stated[name]) for name in ours)]
+        pairs = [(_version(stated[name]), _version(found)) for name, found in ours.items()]
+        pairs.append((Version(str(manifest["format"])), Version(str(CONVERSION_FORMAT))))
+        same_file = manifest["digest"] == digest
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    here = [CONVERSION_FORMAT, *(_numbers(found) for found in ours.values())]
-    return theirs != here and all(a <= b for a, b in zip(theirs, here, strict=True))
+    return same_file and all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """A version to compare with: `5.24.0` is (5, 24, 0), one that is not installed ()."""
-    return tuple(int(number) for number in re.findall(r"\d+", version))
+def _version(stated: str) -> Version:
+    """A version to compare with, the least one for what is not installed."""
+    return Version("0.dev0" if stated == NOT_INSTALLED else stated)
 
 
 def _write_manifest(folder: Path, *, source: str, digest: str, warnings: tuple[str, ...]) -> None:

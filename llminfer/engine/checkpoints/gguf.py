@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import gguf
@@ -22,11 +23,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from llminfer.engine.checkpoints.conversions import build_checkpoint, checkpoint_folder, read_manifest, require_room
 from llminfer.engine.checkpoints.gguf_config import ROPE_TENSORS, gguf_config, unsupported
@@ -39,6 +36,9 @@ from llminfer.kv.gguf import GgufHeader, GgufTensor, read_gguf_header
 
 _FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DEQUANTIZE_CHUNK_ELEMENTS = 1 << 15  # torch's own grain: a thread's least share
+
+Shapes = dict[str, tuple[int, ...]]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def checkpoint_for_gguf(
@@ -94,7 +94,11 @@ def _convert(
         names = _tensor_names(header, model)
         unused = _unused_tensors(header, names)
         stored, tensors = _stored_shapes(model, set(names.values())), _mapped_tensors(header, config, names)
-    _write_weights(header, folder / "model.safetensors", stored, tensors, unused=unused, progress=progress)
+    missing = _write_weights(header, folder / "model.safetensors", stored, tensors, progress=progress)
+    if missing and unused:
+        what = f"{len(unused)} of its tensors have no known place in the model, such as {unused[0]!r}"
+        raise UnsupportedArchitecture(f"{header.path}: {what}")
+    _refuse_missing(header, missing)
     if unused:
         what = f"{len(unused)} tensors have no place in the model, such as {unused[0]!r}"
         warnings = (*warnings, f"{header.path.name}: {what}")
@@ -108,21 +112,15 @@ def _convert(
 
 
 def _write_weights(
-    header: GgufHeader,
-    path: Path,
-    stored: Mapping[str, tuple[int, ...]],
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    *,
-    unused: list[str],
-    progress: Progress | None,
-) -> None:
+    header: GgufHeader, path: Path, stored: Shapes, tensors: NamedTensors, *, progress: Progress | None
+) -> list[str]:
+    """Write the tensors that the model stores, and return those that did not come."""
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, stored)
         # nearer misses are named by tensor below; this far off, the file system would fail first
         if writer.data_bytes > 64 * 4 * header.parameter_count:
-            n_stored = writer.data_bytes // 4
-            what = f"its metadata describes {n_stored} parameters, its tensors hold {header.parameter_count}"
-            raise ModelNotAvailable(f"{header.path}: {what}")
+            what = f"describes {writer.data_bytes // 4} parameters, its tensors hold {header.parameter_count}"
+            raise ModelNotAvailable(f"{header.path}: its metadata {what}")
         # no more than the file can fill, when its metadata claims a bigger model
         require_room(path.parent, min(writer.data_bytes, 4 * header.parameter_count))
         for name, tensor in tensors:
@@ -134,14 +132,13 @@ def _write_weights(
             writer.write(name, tensor)
             if progress is not None:
                 progress("convert", writer.written_bytes, writer.data_bytes)
-    # transformers would make up the values of a parameter that is missing
-    if writer.missing and unused:
-        what = f"{len(unused)} of its tensors have no known place in the model, such as {unused[0]!r}"
-        raise UnsupportedArchitecture(f"{header.path}: {what}")
-    if writer.missing:
-        raise ModelNotAvailable(
-            f"{header.path} lacks {len(writer.missing)} tensors of the model, such as {writer.missing[0]}"
-        )
+    return writer.missing
+
+
+def _refuse_missing(header: GgufHeader, missing: list[str]) -> None:
+    # transformers would make up their values
+    if missing:
+        raise ModelNotAvailable(f"{header.path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
 
 
 # The model's tensors
@@ -155,31 +152,16 @@ def _empty_model(header: GgufHeader, config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-class _NamedView:
-    """The part of a model that the name map reads, without the modules below.
-
-    transformers maps every module of the model on its own and rebuilds the table of names for each;
-    the model and its base model are the two that yield names.
-    """
-
-    def __init__(self, model: Any, children: Mapping[str, Any]) -> None:
-        self.config = model.config
-        self._model, self._children = model, children
-
-    def state_dict(self) -> dict[str, Any]:
-        """The model's names."""
-        return dict(self._model.state_dict())
-
-    def named_children(self) -> list[tuple[str, _NamedView]]:
-        """The base model, once."""
-        return [(name, _NamedView(child, {})) for name, child in self._children.items()]
-
-
 def _tensor_names(header: GgufHeader, model: Any) -> dict[str, str]:
-    """GGUF's tensor names to the model's."""
+    """GGUF's tensor names to the model's.
+
+    transformers maps every module of the model on its own and rebuilds the table of names for each; the
+    model and its base model are the two that yield names, so it sees no others at first.
+    """
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
-    prefix = model.base_model_prefix
-    view = _NamedView(model, {prefix: getattr(model, prefix)} if hasattr(model, prefix) else {})
+    base = getattr(model, model.base_model_prefix, None)
+    children = [] if base is None else [(model.base_model_prefix, _view(base, []))]
+    view = _view(model, children)
     with foreign_errors(header.path, "its tensors have names that we cannot map"):
         names: dict[str, str] = get_gguf_hf_weights_map(view, processor)
         if any(tensor.name not in names for tensor in header.tensors):
@@ -187,12 +169,17 @@ def _tensor_names(header: GgufHeader, model: Any) -> dict[str, str]:
     return names
 
 
+def _view(model: Any, children: list[tuple[str, Any]]) -> SimpleNamespace:
+    """The part of a model that the name map reads."""
+    return SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: children)
+
+
 def _unused_tensors(header: GgufHeader, names: Mapping[str, str]) -> list[str]:
     known = {*names, *(f"{name}.weight" for name in names), *ROPE_TENSORS}
     return [tensor.name for tensor in header.tensors if tensor.name not in known]
 
 
-def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -> NamedTensors:
     """Every tensor under the model's name and in its layout, by the rules of transformers.
 
     A rule may gather several tensors of the file in one of the model's (experts: gate and up), which
@@ -200,18 +187,15 @@ def _mapped_tensors(header: GgufHeader, config: Any, names: Mapping[str, str]) -
     """
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     gathered: dict[str, Any] = {}
-    parts_left = Counter(names.get(t.name) or names.get(t.name.removesuffix(".weight")) for t in header.tensors)
+    targets = [names.get(t.name) or names.get(t.name.removesuffix(".weight")) for t in header.tensors]
+    parts_left = Counter(targets)
     with header.path.open("rb") as file:
-        for tensor in header.tensors:
+        for tensor, target in zip(header.tensors, targets, strict=True):
             weights = _dequantized(header, tensor, file).numpy()
             with foreign_errors(header.path, f"its tensor {tensor.name!r} does not fit the model"):
                 result = processor.process(
-                    weights=weights,
-                    name=tensor.name,
-                    tensor_key_mapping=names,
-                    parsed_parameters={"tensors": gathered},
+                    weights, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": gathered}
                 )
-            target = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             parts_left[target] -= 1
             if result.name in names:
                 yield names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
@@ -275,14 +259,12 @@ def _load(header: GgufHeader, config: Any) -> dict[str, torch.Tensor]:
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelNotAvailable(f"{header.path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
+    _refuse_missing(header, sorted(report["missing_keys"]))
     tensors: dict[str, torch.Tensor] = model.state_dict()
     return tensors
 
 
-def _stored_shapes(model: Any, available: set[str]) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(model: Any, available: set[str]) -> Shapes:
     """What a checkpoint stores: each parameter once, and the buffers that the file has."""
     tied, parameters = set(model.all_tied_weights_keys), {name for name, _ in model.named_parameters()}
     return {

@@ -128,13 +128,14 @@ def _rope_scaling(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     tensors = [tensor.name for tensor in header.tensors if tensor.name in ROPE_TENSORS]
     if header.architecture in (*GGUF_CONFIG_ARCHS, "gpt-oss") or (kind == "none" and not tensors):
         return {}, ()
-    if tensors == ["rope_freqs.weight"] and (scaling := _llama3_scaling(header)) is not None:
-        return {"rope_scaling": scaling}, ()
-    if not tensors and kind == "linear" and isinstance(factor, float):
-        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}, ()
-    if not tensors and kind == "yarn" and isinstance(factor, float) and isinstance(original, int):
-        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        return {"rope_scaling": scaling}, ()
+    if tensors == ["rope_freqs.weight"] and (llama3 := _llama3_scaling(header)) is not None:
+        return {"rope_scaling": llama3}, ()
+    if not tensors and isinstance(factor, float):
+        if kind == "linear":
+            return {"rope_scaling": {"rope_type": kind, "factor": factor}}, ()
+        if kind == "yarn" and isinstance(original, int):
+            scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+            return {"rope_scaling": scaling}, ()
     what = f"in the tensor {tensors[0]}" if tensors else f"of the type {kind!r}"
     return {}, (f"{header.path.name}: the rope scaling {what} is not carried over, so the model answers less well",)
 

@@ -7,11 +7,12 @@ knows the rule, and the refusal of token ids that lie outside the vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from transformers import TokenizersBackend
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
@@ -53,10 +54,8 @@ def vocabulary_size(header: GgufHeader) -> int:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     size = tokens.count if isinstance(tokens, SkippedValue) else len(tokens) if isinstance(tokens, tuple) else 0
     if size == 0:
-        raise ModelNotAvailable(
-            f"{header.path} holds no vocabulary",
-            hint="a file of weights alone cannot be run; take one with a tokenizer",
-        )
+        hint = "a file of weights alone cannot be run; take one with a tokenizer"
+        raise ModelNotAvailable(f"{header.path} holds no vocabulary", hint=hint)
     return size
 
 
@@ -77,16 +76,12 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> tuple[str, ...]:
         backend, _ = convert_gguf_tokenizer(architecture, fields)
     warnings = _set_pre_tokenizer(header, backend) if kind == "gpt2" else ()
     _wrap(header, backend, settings).save_pretrained(folder, save_jinja_files=False)
-    _restate_flags(folder, settings)
-    return warnings
-
-
-def _restate_flags(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Put the flags that `save_pretrained` drops (tokenizer.json acts on them) where readers look for them."""
+    # flags that are dropped there, since tokenizer.json acts on them; readers look for them here
     path = folder / "tokenizer_config.json"
     flags = {name: settings[name] for name in ("add_bos_token", "add_eos_token") if name in settings}
     content = {**json.loads(path.read_text(encoding="utf-8")), **flags}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    return warnings
 
 
 def _wrap(header: GgufHeader, backend: Tokenizer, settings: dict[str, Any]) -> Any:
@@ -105,32 +100,18 @@ def _wrap(header: GgufHeader, backend: Tokenizer, settings: dict[str, Any]) -> A
 # `tokenizer.ggml.pre`; transformers knows some of them and takes GPT-2's rule for all others.
 
 
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+def _like(known: str) -> PreTokenizer:
+    split = Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[known]), behavior="isolated")
+    return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _like(known: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    def build() -> pre_tokenizers.PreTokenizer:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[known]), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-
-    return build
-
-
-_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "gigachat", "trillion"), _gpt2),
-    **dict.fromkeys(("exaone4", "mellum", "modern-bert", "a.x-4.0"), _gpt2),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _single_digits
-    ),
+_GPT2 = ByteLevel(add_prefix_space=False, use_regex=True)
+_SINGLE_DIGITS = Sequence([Digits(individual_digits=True), _GPT2])
+_PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "gigachat", "trillion"), _GPT2),
+    **dict.fromkeys(("exaone4", "mellum", "modern-bert", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SINGLE_DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b"), _SINGLE_DIGITS),
     **dict.fromkeys(("stablelm2", "hunyuan", "grok-2"), _like("qwen2")),
     **dict.fromkeys(("glm4", "chatglm-bpe"), _like("llama-bpe")),
 }
@@ -142,7 +123,7 @@ def _set_pre_tokenizer(header: GgufHeader, backend: Tokenizer) -> tuple[str, ...
     if name in GGUF_PRE_TOKENIZER_SPLITS:
         return ()
     if isinstance(name, str) and name in _PRE_TOKENIZERS:
-        backend.pre_tokenizer = _PRE_TOKENIZERS[name]()
+        backend.pre_tokenizer = _PRE_TOKENIZERS[name]
         return ()
     if header.architecture == "gpt2" and name is None:
         return ()

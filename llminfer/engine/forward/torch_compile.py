@@ -36,6 +36,7 @@ from llminfer.engine.models.protocols import CausalLM, Config, Outputs
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 from llminfer.params import CacheOptions
+from llminfer.text import reason_of
 
 # raise it whenever the graph that we hand to the compiler is made in another way
 _GRAPH_FORMAT = 1
@@ -122,8 +123,7 @@ def compile_step(model: CausalLM, room: int) -> CompiledStep:
             call = _warm(model, room)
     except Exception as error:  # whatever the compiler and the tools that it calls may raise
         cause = getattr(error, "inner_exception", error)
-        reason = (str(cause).strip() or "no message").splitlines()[0]
-        notes = (f"not compiled, since torch.compile failed: {type(cause).__name__}: {reason}",)
+        notes = (f"not compiled, since torch.compile failed: {reason_of(cause)}",)
     return CompiledStep(call=call, compile_s=time.perf_counter() - start_s, notes=notes)
 
 

@@ -31,8 +31,7 @@ class Clock:
 
     def skip(self) -> None:
         """Leave the time since the last lap out of everything that is measured."""
-        skipped_s = self.lap()
-        self._start_s += skipped_s
+        self._start_s += self.lap()
 
     def elapsed(self) -> float:
         """Seconds from the start to the last lap."""

@@ -13,10 +13,8 @@ from llminfer.params import DEVICE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # torch has an error class of its own for some of them only
 _OUT_OF_MEMORY_TEXTS = (
-    "DefaultCPUAllocator",
-    "MPS backend out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    *("DefaultCPUAllocator", "MPS backend out of memory"),
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
 )
 
 
@@ -36,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     """The device called `name`; `auto` takes the first of CUDA, MPS and CPU that is there.
 
     Raises:
-        InvalidParams: for a name that is no device.
+        InvalidParams: for a name that is not a device's.
         ModelNotAvailable: for a device that this machine lacks; never falls back in silence.
     """
     if not DEVICE.fullmatch(name):
@@ -66,7 +64,7 @@ def choose_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> tu
             raise InvalidParams(f"{device} cannot compute in bfloat16", hint="try --dtype float16 or float32")
         return DTYPES[name], None
     if checkpoint not in DTYPES.values():  # float64, or an 8-bit type that only quantized layers compute in
-        return torch.float32, f"float32, since the checkpoint's {_short(checkpoint)} is no type to compute in"
+        return torch.float32, f"float32, since the checkpoint's {_short(checkpoint)} cannot be computed in"
     if checkpoint is torch.float32 or computes_fast(checkpoint, device):
         return checkpoint, None
     if device.type == "cpu":
@@ -95,9 +93,8 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that a device, the CPU included, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        text in str(error) for text in _OUT_OF_MEMORY_TEXTS
-    )
+    told = any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def device_name(device: torch.device) -> str:
@@ -106,8 +103,7 @@ def device_name(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     if device.type == "mps":
         return f"Apple {platform.processor() or 'GPU'}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} CPU, {capability}"
+    return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _computes_bfloat16(device: torch.device) -> bool:

@@ -18,13 +18,8 @@ from llminfer.foreign import parse_json
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, what is done and what there is in all (0 when unknown)."""
 
-
 CACHE_VARIABLE = "LLMINFER_CACHE"
-
-
 CACHE_HINT = f"set {CACHE_VARIABLE} to a folder with room that you can write to"
-
-
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -36,9 +31,8 @@ def cache_folder() -> Path:
 
 def file_digest(path: Path, *, progress: Progress | None = None) -> str:
     """The SHA-256 of a file's content, hashed only when the index does not know it."""
-    digest = indexed_digest(path)
-    if digest is not None:
-        return digest
+    if (known := indexed_digest(path)) is not None:
+        return known
     before = _fingerprint(path)
     hasher, done_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llminfer.errors import LlminferError, ModelNotAvailable
+from llminfer.text import reason_of
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def foreign_errors(path: Path, what: str, *, stated: Mapping[str, Any] | None = 
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = _unknown_name(error, stated or {}) or f"{type(error).__name__}: {_first_sentence(error)}"
+        reason = _unknown_name(error, stated or {}) or reason_of(error)
         raise ModelNotAvailable(f"{path}: {what} ({reason})") from error
 
 
@@ -44,10 +45,3 @@ def _fields(stated: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _fields(value, f"{prefix}{name}.")
         elif isinstance(value, str):
             yield f"{prefix}{name}", value
-
-
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # some put the field's name in the first line and what is wrong with it in the second
-    reason = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return "".join(character if character.isprintable() else "?" for character in reason)

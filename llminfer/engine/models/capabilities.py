@@ -13,6 +13,10 @@ from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import UnsupportedArchitecture
 
 _INDEXED = "indexed_attention"
+_PREPARING = (
+    *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"),
+    "_prepare_position_ids_for_generation",
+)
 
 
 def text_config(config: Config) -> Config:
@@ -42,14 +46,7 @@ def forward_parameters(model: CausalLM | type[CausalLM]) -> frozenset[str]:
 
 def prepares_by_default(model: CausalLM | type[CausalLM]) -> bool:
     """Whether the inputs of a model, or of a class, are just ids, positions and a default cache."""
-    overridden = any(
-        getattr(_class_of(model), name) is not getattr(GenerationMixin, name)
-        for name in (
-            "prepare_inputs_for_generation",
-            "_update_model_kwargs_for_generation",
-            "_prepare_position_ids_for_generation",
-        )
-    )
+    overridden = any(getattr(_class_of(model), name) is not getattr(GenerationMixin, name) for name in _PREPARING)
     return not overridden and "cache" in forward_parameters(model) and model._supports_default_dynamic_cache()
 
 
@@ -67,8 +64,7 @@ def check_chunks(config: Config, source: str) -> None:
     Raises:
         UnsupportedArchitecture: with the reason.
     """
-    reason = why_one_at_a_time(config)
-    if reason is not None:
+    if (reason := why_one_at_a_time(config)) is not None:
         raise UnsupportedArchitecture(f"{source} cannot be fed in chunks: {reason}", hint="drop --prefill-chunk")
 
 

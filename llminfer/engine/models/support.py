@@ -28,10 +28,7 @@ TRUST_HINT = "--trust-remote-code runs that code: read it first"
 def read_architecture(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
     """The transformers config of a checkpoint whose model continues text.
 
-    Args:
-        folder: where the checkpoint is.
-        config: the content of its config.json.
-        trust_remote_code: run Python code from the folder.
+    `config` is the content of its config.json; `trust_remote_code` runs Python code from the folder.
 
     Raises:
         UnsupportedArchitecture: for a model that does not continue text by itself.
@@ -70,9 +67,8 @@ def check_model_type(config: Mapping[str, Any], source: str, *, trust_remote_cod
     if (not_alone := quirks_of(model_type).not_alone) is not None:
         raise UnsupportedArchitecture(f"{source}: {model_type} {not_alone}")
     encoder_decoder = model_type in ENCODER_DECODERS
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return
-    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not encoder_decoder:
+    reads_images = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not encoder_decoder
+    if reads_images or model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     if config.get("auto_map"):
         raise ModelNotAvailable(f"{source}: {model_type} {NEEDS_CODE}", hint=TRUST_HINT)

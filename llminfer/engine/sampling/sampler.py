@@ -87,8 +87,7 @@ def logit_bias(biases: Mapping[int, float]) -> LogitsStep:
 
     def apply(logits: Tensor, history: History) -> Tensor:
         vocabulary = logits.shape[-1]
-        beyond = [token_id for token_id in biases if token_id >= vocabulary]
-        if beyond:
+        if beyond := [token_id for token_id in biases if token_id >= vocabulary]:
             raise InvalidParams(f"logit_bias names id {beyond[0]}, outside the vocabulary of {vocabulary}")
         bias = torch.zeros_like(logits)
         bias[..., list(biases)] = torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
@@ -116,12 +115,7 @@ def bad_words(words: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> Logits
 
     def apply(logits: Tensor, history: History) -> Tensor:
         ended = [word[-1] for word in usable if tuple(history.ids[len(history.ids) - len(word) + 1 :]) == word[:-1]]
-        forbidden = [token_id for token_id in ended if token_id < logits.shape[-1]]  # what cannot come anyway
-        if not forbidden:
-            return logits
-        allowed = logits.clone()
-        allowed[..., forbidden] = _MASKED
-        return allowed
+        return _without(logits, [token_id for token_id in ended if token_id < logits.shape[-1]])
 
     return apply
 
@@ -130,13 +124,17 @@ def min_new_tokens(count: int, eos_ids: frozenset[int]) -> LogitsStep:
     """Forbid every EOS until `count` tokens were generated."""
 
     def apply(logits: Tensor, history: History) -> Tensor:
-        if len(history.ids) - history.prompt_length >= count or not eos_ids:
-            return logits
-        allowed = logits.clone()
-        allowed[..., list(eos_ids)] = _MASKED
-        return allowed
+        return _without(logits, list(eos_ids) if len(history.ids) - history.prompt_length < count else [])
 
     return apply
+
+
+def _without(logits: Tensor, forbidden: list[int]) -> Tensor:
+    if not forbidden:
+        return logits
+    allowed = logits.clone()
+    allowed[..., forbidden] = _MASKED
+    return allowed
 
 
 def temperature(value: float) -> LogitsStep:
@@ -274,9 +272,8 @@ def make_sampler(
             token_id = draw(scores, filters, history, generator)
         history.add(token_id)
         logprobs = logits[0].log_softmax(dim=-1)
-        return Draw(
-            token_id=token_id, logprob=logprobs[token_id].item(), top=_most_likely(logits, logprobs, params.logprobs)
-        )
+        top = _most_likely(logits, logprobs, params.logprobs)
+        return Draw(token_id=token_id, logprob=logprobs[token_id].item(), top=top)
 
     return sample
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.protocol import Forward
@@ -42,12 +42,13 @@ class CheckCost:
 
 # by kind of device. On a CPU measured; on CUDA a forward over a few ids waits for the weights, or for
 # kernels to be started, as one over a single id does, so next to nothing is assumed; others as on a CPU
-CHECK_COSTS = {"cpu": CheckCost(draft=0.8, per_id=0.04), "cuda": CheckCost(draft=0.05, per_id=0.005)}
+_ON_CPU = CheckCost(draft=0.8, per_id=0.04)
+CHECK_COSTS = {"cpu": _ON_CPU, "cuda": CheckCost(draft=0.05, per_id=0.005)}
 
 
 def check_cost(device: str) -> CheckCost:
     """What checking costs on this kind of device."""
-    return CHECK_COSTS.get(device, CHECK_COSTS["cpu"])
+    return CHECK_COSTS.get(device, _ON_CPU)
 
 
 def relative_cost(draft: CausalLM, model: CausalLM) -> float:
@@ -55,7 +56,7 @@ def relative_cost(draft: CausalLM, model: CausalLM) -> float:
     return _read_bytes(draft) / max(_read_bytes(model), 1.0)
 
 
-def _read_bytes(model: Any) -> float:
+def _read_bytes(model: CausalLM) -> float:
     """All that the model holds but an embedding that is no output layer, and the experts that a token leaves out."""
     text = text_config(model.config)
     read = float(held_bytes(model))
@@ -76,17 +77,14 @@ class Drafter(Protocol):
 
     def __call__(self, ids: Sequence[int], most: int) -> Sequence[int]:
         """At most `most` ids that may follow `ids`; none when no guess is worth its cost."""
-        ...
 
     @property
     def forward(self) -> Forward | None:
         """The forward of the draft model, whose cache is memory too; None without a model."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the drafts."""
-        ...
 
 
 class NgramIndex:
@@ -108,8 +106,7 @@ class NgramIndex:
                 self._ends[tuple(ids[end - length : end])] = end
         self._indexed = max(self._indexed, len(ids) - 1)
         for length in range(min(LONGEST_NGRAM, len(ids) - 1), 0, -1):
-            found = self._ends.get(tuple(ids[len(ids) - length :]))
-            if found is not None:
+            if (found := self._ends.get(tuple(ids[-length:]))) is not None:
                 return length, found
         return None
 
@@ -165,9 +162,8 @@ class PromptLookup:
     forward = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, check: CheckCost = CHECK_COSTS["cpu"]) -> None:
-        self._check = check
-        self._index = NgramIndex()
+    def __init__(self, check: CheckCost = _ON_CPU) -> None:
+        self._check, self._index = check, NgramIndex()
         self._acceptance = {length: Acceptance(rate) for length, rate in _FIRST_RATES.items()}
         self._guess: Sequence[int] = ()
         self._length = self._start = 0
@@ -179,8 +175,8 @@ class PromptLookup:
         if found is None or most < 1:
             self._guess = ()
             return ()
-        self._length, self._start = found[0], len(ids)
-        self._guess = copied(ids, found[1], most)
+        (self._length, end), self._start = found, len(ids)
+        self._guess = copied(ids, end, most)
         return self._guess[: best_length(self._acceptance[self._length].rate, most, self._check)]
 
 
@@ -196,27 +192,8 @@ def copied(ids: Sequence[int], start: int, count: int) -> list[int]:
 class DraftModel:
     """Asks a smaller model for its most likely continuation, its own cache kept in step with the sequence."""
 
-    __slots__ = (
-        "_acceptance",
-        "_check",
-        "_cost",
-        "_guess",
-        "_longest",
-        "_passed",
-        "_start",
-        "_usable",
-        "forward",
-        "notes",
-    )
-
     def __init__(
-        self,
-        forward: Forward,
-        *,
-        vocabulary: int,
-        longest: int | None,
-        cost: float = 0.0,
-        check: CheckCost = CHECK_COSTS["cpu"],
+        self, forward: Forward, *, vocabulary: int, longest: int | None, cost: float = 0.0, check: CheckCost = _ON_CPU
     ) -> None:
         """`vocabulary` is how many ids both models have, `longest` the tokens up to which this one's logits hold.
 
@@ -270,9 +247,9 @@ class DraftModel:
     def _continue(self, new_ids: Sequence[int], count: int) -> list[int]:
         guess: list[int] = []
         for _ in range(count):
-            first = not self.forward.ids
+            is_first = not self.forward.ids
             logits = self.forward(new_ids)
-            if first:
+            if is_first:
                 keep_past(self.forward.cache, True)
             new_ids = [int(logits[0, : self._usable].argmax())]
             guess += new_ids

@@ -22,6 +22,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from llminfer.engine.text.tokenizer import Tokenizer
+
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNDECODED_BYTE = re.compile("[\udc80-\udcff]")
 _REPLACEMENT = "\ufffd"
@@ -32,14 +34,16 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that became final with this id, often none or that of several ids."""
-        ...
 
     def flush(self) -> str:
         """The rest, once no more ids will come."""
-        ...
 
 
-def make_detokenizer(tokenizer: Any) -> Detokenizer:
+Decode = Callable[[Sequence[int]], str]
+IdToToken = Callable[[int], str | None]
+
+
+def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The detokenizer for a transformers tokenizer; special tokens are hidden."""
     hidden = frozenset(special_token_ids(tokenizer))
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -56,7 +60,7 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
     return kind(decode, tokenizer.convert_ids_to_tokens, hidden)
 
 
-def special_token_ids(tokenizer: Any) -> set[int]:
+def special_token_ids(tokenizer: Tokenizer) -> set[int]:
     """Ids that `decode(skip_special_tokens=True)` leaves out; a config may name special tokens that have none."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     named = {token_id for token_id in tokenizer.all_special_ids if token_id is not None}
@@ -76,7 +80,7 @@ def byte_level_alphabet() -> dict[str, int]:
 class _ByteLevelDetokenizer:
     __slots__ = ("_alphabet", "_hidden", "_id_to_token", "_utf8")
 
-    def __init__(self, id_to_token: Callable[[int], str | None], hidden: frozenset[int]) -> None:
+    def __init__(self, id_to_token: IdToToken, hidden: frozenset[int]) -> None:
         self._id_to_token, self._hidden = id_to_token, hidden
         self._alphabet = byte_level_alphabet()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -100,12 +104,7 @@ class _WindowDetokenizer:
 
     __slots__ = ("_anchor", "_decode", "_hidden", "_id_to_token", "_pending")
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        id_to_token: Callable[[int], str | None],
-        hidden: frozenset[int],
-    ) -> None:
+    def __init__(self, decode: Decode, id_to_token: IdToToken, hidden: frozenset[int]) -> None:
         self._decode, self._id_to_token, self._hidden = decode, id_to_token, hidden
         self._anchor: list[int] = []  # keeps the decoder from treating the window as a text's beginning
         self._pending: list[int] = []
@@ -139,12 +138,7 @@ class _ByteFallbackDetokenizer(_WindowDetokenizer):
 
     __slots__ = ("_utf8",)
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        id_to_token: Callable[[int], str | None],
-        hidden: frozenset[int],
-    ) -> None:
+    def __init__(self, decode: Decode, id_to_token: IdToToken, hidden: frozenset[int]) -> None:
         super().__init__(decode, id_to_token, hidden)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from llminfer.engine.text.detokenizer import special_token_ids
 from llminfer.errors import LlminferError, ModelNotAvailable, UsageError
+from llminfer.text import reason_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +133,7 @@ def _chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], refusal: _R
         reason = error.message or type(error).__name__
         raise UsageError(f"the model's chat template refused {refusal.culprit}: {reason}", hint=refusal.hint) from error
     except Exception as error:  # a template is a program, and may raise whatever programs do
-        reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        raise LlminferError(f"the model's chat template failed: {reason}", hint=refusal.hint) from error
+        raise LlminferError(f"the model's chat template failed: {reason_of(error)}", hint=refusal.hint) from error
 
 
 def _as_text(message: Mapping[str, str]) -> dict[str, Any]:

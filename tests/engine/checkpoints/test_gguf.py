@@ -337,7 +337,11 @@ def test_what_a_killed_run_left_is_removed_but_not_what_is_being_written(tiny: P
     ("theirs", "stays"),
     [
         ({"transformers": "5.9.1"}, False),
+        ({"transformers": "5.24.0.dev1"}, False),
+        ({"gguf": conversions.NOT_INSTALLED}, False),
         ({"transformers": "5.30.0"}, True),  # a newer installation's
+        ({"transformers": "5.24.0.post1"}, True),
+        ({"transformers": "no version"}, True),
         ({"transformers": "5.9.1", "gguf": "9.0.0"}, True),  # neither older nor newer
         ({}, True),  # of the same versions, with other generation defaults
     ],

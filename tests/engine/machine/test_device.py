@@ -145,13 +145,13 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
         (CUDA, {"cuda_bf16": False}, BF16, F16, "float16, since cuda:0 has no bfloat16"),
         (MPS, {}, BF16, BF16, None),
         (MPS, {"macos_14": False}, BF16, F16, "float16, since mps has no bfloat16"),
-        (CPU, {}, torch.float64, F32, "float32, since the checkpoint's float64 is no type to compute in"),
+        (CPU, {}, torch.float64, F32, "float32, since the checkpoint's float64 cannot be computed in"),
         (
             CUDA,
             {},
             torch.float8_e4m3fn,
             F32,
-            "float32, since the checkpoint's float8_e4m3fn is no type to compute in",
+            "float32, since the checkpoint's float8_e4m3fn cannot be computed in",
         ),
     ],
 )
