@@ -40,8 +40,7 @@ TopP = Annotated[
     typer.Option("--top-p", metavar="P", help="Keep the most likely tokens that reach probability P together."),
 ]
 MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one."),
+    float | None, typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one.")
 ]
 RepetitionPenalty = Annotated[
     float | None,

@@ -125,13 +125,7 @@ def prepare_run(
         speculation=drafting.speculation if drafting else None,
         draft_model=drafting.draft.name if drafting and drafting.draft else None,
         draft_cost=drafting.draft_cost if drafting else None,
-        notes=(
-            *loaded.notes,
-            *_unused_step(loaded, options),
-            *notes,
-            *prompt.notes,
-            *(opened.notes if opened else ()),
-        ),
+        notes=(*loaded.notes, *_unused_step(loaded, options), *notes, *prompt.notes, *(opened.notes if opened else ())),
     )
     return PreparedRun(
         loaded=loaded,

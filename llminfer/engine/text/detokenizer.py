@@ -101,10 +101,7 @@ class _WindowDetokenizer:
     __slots__ = ("_anchor", "_decode", "_hidden", "_id_to_token", "_pending")
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        id_to_token: Callable[[int], str | None],
-        hidden: frozenset[int],
+        self, decode: Callable[[Sequence[int]], str], id_to_token: Callable[[int], str | None], hidden: frozenset[int]
     ) -> None:
         self._decode, self._id_to_token, self._hidden = decode, id_to_token, hidden
         self._anchor: list[int] = []  # keeps the decoder from treating the window as a text's beginning
@@ -140,10 +137,7 @@ class _ByteFallbackDetokenizer(_WindowDetokenizer):
     __slots__ = ("_utf8",)
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        id_to_token: Callable[[int], str | None],
-        hidden: frozenset[int],
+        self, decode: Callable[[Sequence[int]], str], id_to_token: Callable[[int], str | None], hidden: frozenset[int]
     ) -> None:
         super().__init__(decode, id_to_token, hidden)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
