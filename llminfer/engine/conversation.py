@@ -28,7 +28,7 @@ from llminfer.engine.text.prompt import Prompt
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
 from llminfer.exclusions import check_together
-from llminfer.request import GenerationRequest, RequestOptions, as_request
+from llminfer.request import GenerationRequest, RequestOptions, make_request
 from llminfer.transcript import Message
 
 
@@ -64,7 +64,7 @@ class Conversation:
         draft: LoadedModel | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        request = as_request(request or "", drafts=draft is not None, **options)
+        request = make_request(request or "", drafts=draft is not None, **options)
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"{loaded.name} has no chat template, so it cannot chat",

@@ -31,19 +31,7 @@ from llminfer.request import GenerationRequest
 def generate(
     loaded: LoadedModel, request: GenerationRequest, *, draft: LoadedModel | None = None
 ) -> Generator[Event, None, None]:
-    """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
-
-    Args:
-        draft: the model that drafts, for speculation of that kind.
-
-    Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
-            draft model with another vocabulary.
-        ModelNotAvailable: before the first event, for a prompt with ids that the model does not embed.
-        InvalidParams: before the first event, for a value out of its range.
-        UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
-        PromptCacheMismatch: before the first event, for a file that is damaged or of another model.
-    """
+    """Continue a prompt, as `llminfer.generate` does."""
     options = request.cache_for(loaded.execution)
     check_cache(options, loaded.model.config, loaded.name, known=type(loaded.model))
     drafting = make_drafting(request.speculation, loaded, draft, options)
@@ -75,13 +63,8 @@ def run(prepared: PreparedRun) -> Generator[Event, None, None]:
 
 def _decode(prepared: PreparedRun, opened: OpenForward, output: Output) -> Generator[Step, None, Finished]:
     """The loop of this run: token by token, or with drafts."""
-    ids, reused, clock, drafting = (
-        prepared.started.prompt_ids,
-        prepared.started.reused_tokens,
-        prepared.clock,
-        prepared.drafting,
-    )
-    sample = prepared.make_sampler()
+    ids, reused = prepared.started.prompt_ids, prepared.started.reused_tokens
+    clock, drafting, sample = prepared.clock, prepared.drafting, prepared.make_sampler()
     if drafting is None:
         return decode(opened.forward, sample, output, clock, prompt_ids=ids[reused:], cached=reused)
     return decode_drafts(
