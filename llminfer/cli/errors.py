@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llminfer.errors import LlminferError, UsageError
+from llminfer.errors import LlminferError, UsageError, reason_of
 from llminfer.units import visible
 
 INTERRUPTED_EXIT_CODE = 130
@@ -41,8 +41,7 @@ def as_ours(error: Exception) -> LlminferError:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return LlminferError(f"{where}{error.strerror or error}")
-    reason = (str(error).strip() or "no message").splitlines()[0]
-    return LlminferError(f"{type(error).__name__}: {reason}", hint="this is a bug; --debug shows where")
+    return LlminferError(reason_of(error), hint="this is a bug; --debug shows where")
 
 
 @contextmanager
