@@ -85,3 +85,8 @@ class NonFiniteLogits(GenerationFailed):
 
 class OutOfMemory(GenerationFailed):
     """The device ran out of memory during a forward."""
+
+
+def reason_of(error: Exception) -> str:
+    """The kind of a foreign error and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

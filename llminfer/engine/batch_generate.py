@@ -12,8 +12,8 @@ from llminfer.engine.machine.memory import available_bytes
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
 from llminfer.engine.prepare import PreparedRun, prepare_run
-from llminfer.engine.run_errors import explain, reason_of
-from llminfer.errors import GenerationFailed, LlminferError
+from llminfer.engine.run_errors import explain
+from llminfer.errors import GenerationFailed, LlminferError, reason_of
 from llminfer.events import Finished, Step, Trace
 from llminfer.exclusions import check_together
 from llminfer.kv.footprint import footprint, total_bytes

@@ -18,11 +18,11 @@ from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
 from llminfer.engine.prepare import OpenForward, PreparedRun, prepare_run
 from llminfer.engine.prompt_cache import load_prompt_cache, save_prompt_cache
-from llminfer.engine.run_errors import explain, reason_of
+from llminfer.engine.run_errors import explain
 from llminfer.engine.speculative_loop import Drafting, decode_drafts, make_drafting
 from llminfer.engine.text.output import Output, TokenLimit
 from llminfer.engine.text.prompt import Prompt
-from llminfer.errors import GenerationFailed, LlminferError
+from llminfer.errors import GenerationFailed, LlminferError, reason_of
 from llminfer.events import DraftCache, Event, Finished, Step
 from llminfer.params import CacheOptions
 from llminfer.request import GenerationRequest

@@ -13,6 +13,7 @@ from llminfer.engine.kv_cache.kinds import TokenSchedule, chunk_sizes
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.machine.device import device_name, synchronizer
 from llminfer.engine.model import LoadedModel
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.prediction import predict_run
 from llminfer.engine.sampling.resolve import effective_sampling, effective_stop
 from llminfer.engine.sampling.sampler import Sampler, make_sampler
@@ -177,7 +178,16 @@ def _encode(loaded: LoadedModel, request: GenerationRequest) -> Prompt:
         prompt = encode_prompt(loaded.tokenizer, request.text, system=request.system, raw=request.raw)
     else:
         prompt = encode_messages(loaded.tokenizer, request.messages)
-    return check_ids(prompt, loaded.tokenizer, loaded.model)
+    return check_ids(prompt, loaded.tokenizer, _embedded(loaded.model))
+
+
+def _embedded(model: CausalLM) -> int | None:
+    """How many ids the model embeds, None when it does not say."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return None
+    return int(weight.shape[0]) if weight.dim() == 2 else None
 
 
 def _unused_step(loaded: LoadedModel, options: CacheOptions) -> tuple[str, ...]:

@@ -90,14 +90,10 @@ def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options
             # a copy: tensors that are views of one another cannot be written
             tensors[f"layers.{index}.{name}"] = part.detach().to("cpu", copy=True).contiguous()
     layers = json.dumps([type(layer).__name__ for layer in cache.layers])
-    _write(file, tensors, {**_identity(loaded, options), "layers": layers})
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Readable by its owner alone, since it holds the prompt."""
+    metadata = {**_identity(loaded, options), "layers": layers}
     try:
-        with replacing(file) as beside:
-            save_file(dict(tensors), beside, metadata=dict(metadata))
+        with replacing(file) as beside:  # readable by its owner alone, since it holds the prompt
+            save_file(tensors, beside, metadata=metadata)
     except (OSError, SafetensorError) as error:
         raise GenerationFailed(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -106,7 +102,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 def _reading(file: Path) -> Iterator[None]:
     try:
         if not file.is_file():
-            raise PromptCacheMismatch(f"{file} is no file")
+            raise PromptCacheMismatch(f"{file} is not a file")
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         reason = _printable((str(error) or type(error).__name__).splitlines()[0])

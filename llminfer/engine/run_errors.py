@@ -5,7 +5,7 @@ from __future__ import annotations
 from llminfer.engine.machine.device import is_out_of_memory
 from llminfer.engine.model import LoadedModel
 from llminfer.engine.prediction import predict
-from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory
+from llminfer.errors import GenerationFailed, LlminferError, NonFiniteLogits, OutOfMemory, reason_of
 from llminfer.events import Started
 from llminfer.kv.footprint import Footprint
 from llminfer.units import format_bytes
@@ -33,11 +33,6 @@ def explain(
         explained = GenerationFailed(f"step {step} failed: {reason_of(error)}", hint="--debug shows where")
     explained.__cause__ = error
     return explained
-
-
-def reason_of(error: Exception) -> str:
-    """The kind of a foreign error and its first line."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _out_of_memory(step: int, now: Footprint | None, started: Started) -> OutOfMemory:

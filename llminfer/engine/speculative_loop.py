@@ -121,18 +121,14 @@ def _forward_and_draw(
     try:
         this.drafted = draft(ids, most) if most > 0 else ()
         this.draft_s = clock.lap()
-        logits = _feed(forward, ids, this.drafted)
+        # after the newest id and each drafted one
+        new_ids = [*ids[len(forward.ids) :], *this.drafted]
+        logits = forward.last(new_ids, len(this.drafted) + 1) if this.drafted else forward(new_ids)
         this.forward_s = clock.lap()
         _draw_while_agreed(this, logits, sample, output, clock)
     except (KeyboardInterrupt, Exception) as exception:
         return exception
     return None
-
-
-def _feed(forward: Forward, ids: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Feed what is not cached, and the draft; logits after the newest id and each drafted one."""
-    new_ids = ids[len(forward.ids) :]
-    return forward.last([*new_ids, *drafted], len(drafted) + 1) if drafted else forward(new_ids)
 
 
 def _draw_while_agreed(this: _Round, logits: Tensor, sample: Sampler, output: Output, clock: Clock) -> None:

@@ -127,7 +127,10 @@ def _at(left: Shortlist, places: Ids) -> Shortlist:
 
 def _top_p(left: Shortlist, p: float, vocabulary: int) -> Shortlist | None:
     """The most likely ids that reach p; None when ids tie at their edge."""
-    likely = _most_likely(left) if left.ids is None else left
+    likely = left
+    if left.ids is None:
+        ids = likely_ids(left.scores, _NUCLEUS_IDS)
+        likely = _at(left, ids[np.argsort(left.scores[ids])[::-1]])
     count = _reaching(likely.weights, p)
     if count is not None:
         ties = count < len(likely.scores) and likely.scores[count] == likely.scores[count - 1]
@@ -137,11 +140,6 @@ def _top_p(left: Shortlist, p: float, vocabulary: int) -> Shortlist | None:
     ascending[vocabulary - len(left.scores) :] = np.sort(left.scores)
     edge = nucleus_edge(ascending, p)
     return None if edge is None else _at(left, np.flatnonzero(left.scores >= edge))
-
-
-def _most_likely(left: Shortlist) -> Shortlist:
-    ids = likely_ids(left.scores, _NUCLEUS_IDS)
-    return _at(left, ids[np.argsort(left.scores[ids])[::-1]])
 
 
 def _reaching(probabilities: Floats, p: float) -> int | None:

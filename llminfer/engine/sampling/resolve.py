@@ -99,7 +99,7 @@ def effective_stop(stop: StopCriteria, model_defaults: Mapping[str, Any]) -> Sto
     """When to end: at the stop texts asked for, where there are none at those of the generation_config.
 
     Raises:
-        InvalidParams: for a generation_config whose stop texts are none.
+        InvalidParams: for a generation_config whose stop texts are not texts.
     """
     stated = model_defaults.get("stop_strings")
     if stop.stop or not stated:

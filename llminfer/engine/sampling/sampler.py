@@ -31,8 +31,6 @@ class History:
     date from then on, so a step costs the same however long the sequence is.
     """
 
-    __slots__ = ("_counts", "_device", "_seen", "_vocabulary", "ids", "prompt_length")
-
     def __init__(self, ids: Iterable[int], vocabulary: int, device: torch.device) -> None:
         self.ids = list(ids)
         self.prompt_length = len(self.ids)
@@ -116,25 +114,24 @@ def bad_words(words: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> Logits
 
     def apply(logits: Tensor, history: History) -> Tensor:
         ended = [word[-1] for word in usable if tuple(history.ids[len(history.ids) - len(word) + 1 :]) == word[:-1]]
-        forbidden = [token_id for token_id in ended if token_id < logits.shape[-1]]  # what cannot come anyway
-        if not forbidden:
-            return logits
-        allowed = logits.clone()
-        allowed[..., forbidden] = _MASKED
-        return allowed
+        return _without(logits, [token_id for token_id in ended if token_id < logits.shape[-1]])
 
     return apply
+
+
+def _without(logits: Tensor, token_ids: list[int]) -> Tensor:
+    if token_ids:
+        logits = logits.clone()
+        logits[..., token_ids] = _MASKED
+    return logits
 
 
 def min_new_tokens(count: int, eos_ids: frozenset[int]) -> LogitsStep:
     """Forbid every EOS until `count` tokens were generated."""
 
     def apply(logits: Tensor, history: History) -> Tensor:
-        if len(history.ids) - history.prompt_length >= count or not eos_ids:
-            return logits
-        allowed = logits.clone()
-        allowed[..., list(eos_ids)] = _MASKED
-        return allowed
+        enough = len(history.ids) - history.prompt_length >= count
+        return logits if enough else _without(logits, list(eos_ids))
 
     return apply
 

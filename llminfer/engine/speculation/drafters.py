@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from llminfer.engine.forward.cache_reuse import common_prefix
 from llminfer.engine.forward.protocol import Forward
@@ -55,7 +55,7 @@ def relative_cost(draft: CausalLM, model: CausalLM) -> float:
     return _read_bytes(draft) / max(_read_bytes(model), 1.0)
 
 
-def _read_bytes(model: Any) -> float:
+def _read_bytes(model: CausalLM) -> float:
     """All that the model holds but an embedding that is no output layer, and the experts that a token leaves out."""
     text = text_config(model.config)
     read = float(held_bytes(model))
@@ -76,23 +76,18 @@ class Drafter(Protocol):
 
     def __call__(self, ids: Sequence[int], most: int) -> Sequence[int]:
         """At most `most` ids that may follow `ids`; none when no guess is worth its cost."""
-        ...
 
     @property
     def forward(self) -> Forward | None:
         """The forward of the draft model, whose cache is memory too; None without a model."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the drafts."""
-        ...
 
 
 class NgramIndex:
     """Where each run of up to `LONGEST_NGRAM` ids last ended; an id is looked at once, however long the sequence."""
-
-    __slots__ = ("_ends", "_indexed")
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -116,8 +111,6 @@ class NgramIndex:
 
 class Acceptance:
     """How often a guessed id was right, newer ones counting more; it begins with what is assumed."""
-
-    __slots__ = ("_right", "_weight")
 
     def __init__(self, first_rate: float) -> None:
         self._right, self._weight = first_rate * _FIRST_WEIGHT, _FIRST_WEIGHT
@@ -161,7 +154,6 @@ class PromptLookup:
     learn that a text has begun to repeat itself.
     """
 
-    __slots__ = ("_acceptance", "_check", "_guess", "_index", "_length", "_start")
     forward = None
     notes: tuple[str, ...] = ()
 
@@ -195,19 +187,6 @@ def copied(ids: Sequence[int], start: int, count: int) -> list[int]:
 
 class DraftModel:
     """Asks a smaller model for its most likely continuation, its own cache kept in step with the sequence."""
-
-    __slots__ = (
-        "_acceptance",
-        "_check",
-        "_cost",
-        "_guess",
-        "_longest",
-        "_passed",
-        "_start",
-        "_usable",
-        "forward",
-        "notes",
-    )
 
     def __init__(
         self,

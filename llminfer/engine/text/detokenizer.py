@@ -22,6 +22,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from llminfer.engine.text.tokenizer import Tokenizer
+
 _BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNDECODED_BYTE = re.compile("[\udc80-\udcff]")
 _REPLACEMENT = "\ufffd"
@@ -32,16 +34,14 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that became final with this id, often none or that of several ids."""
-        ...
 
     def flush(self) -> str:
         """The rest, once no more ids will come."""
-        ...
 
 
-def make_detokenizer(tokenizer: Any) -> Detokenizer:
+def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The detokenizer for a transformers tokenizer; special tokens are hidden."""
-    hidden = frozenset(special_token_ids(tokenizer))
+    hidden = frozenset(special_tokens(tokenizer))
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder: Any = getattr(backend, "decoder", None)
     if decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel":
@@ -56,11 +56,11 @@ def make_detokenizer(tokenizer: Any) -> Detokenizer:
     return kind(decode, tokenizer.convert_ids_to_tokens, hidden)
 
 
-def special_token_ids(tokenizer: Any) -> set[int]:
-    """Ids that `decode(skip_special_tokens=True)` leaves out; a config may name special tokens that have none."""
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """What `decode(skip_special_tokens=True)` leaves out, by id; a config may name special tokens that have none."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    named = {token_id for token_id in tokenizer.all_special_ids if token_id is not None}
-    return named | {token_id for token_id, token in added.items() if token.special}
+    ids = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)} - {None}
+    return {token_id: token for token_id in ids if (token := tokenizer.convert_ids_to_tokens(token_id))}
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -74,8 +74,6 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class _ByteLevelDetokenizer:
-    __slots__ = ("_alphabet", "_hidden", "_id_to_token", "_utf8")
-
     def __init__(self, id_to_token: Callable[[int], str | None], hidden: frozenset[int]) -> None:
         self._id_to_token, self._hidden = id_to_token, hidden
         self._alphabet = byte_level_alphabet()
@@ -97,8 +95,6 @@ class _ByteLevelDetokenizer:
 
 class _WindowDetokenizer:
     """Decodes a window of ids: an anchor whose text is out already, then the ids that are not."""
-
-    __slots__ = ("_anchor", "_decode", "_hidden", "_id_to_token", "_pending")
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], id_to_token: Callable[[int], str | None], hidden: frozenset[int]
@@ -134,12 +130,8 @@ class _WindowDetokenizer:
 class _ByteFallbackDetokenizer(_WindowDetokenizer):
     """Puts the bytes of byte tokens together itself; pending are those without a whole character yet."""
 
-    __slots__ = ("_utf8",)
-
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], id_to_token: Callable[[int], str | None], hidden: frozenset[int]
-    ) -> None:
-        super().__init__(decode, id_to_token, hidden)
+    def __init__(self, *vocabulary: Any) -> None:
+        super().__init__(*vocabulary)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def _take(self, token: str) -> str:
