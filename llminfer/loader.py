@@ -54,12 +54,11 @@ def load_model(
     from the files before any are read. A draft model is loaded first, since its vocabulary has to be the same.
 
     Args:
-        cache: what a run will ask for, so that a model that cannot have it is not loaded.
-        speculation: what a run will ask for, likewise.
+        cache, speculation: what a run will ask for, so that a model that cannot have it is not loaded.
         progress: hears of each stage when it begins, and of the steps of a conversion.
 
     Raises:
-        UsageError: for a draft model with another vocabulary, or `revision` for a model that is no Hub model.
+        UsageError: for a draft model with another vocabulary, or `revision` for a model that is not from the Hub.
         ModelNotAvailable: when there is no such model, or not all of it.
         UnsupportedArchitecture: for a model that does not continue text, or not so.
         OutOfMemory: when the weights do not fit the device.

@@ -119,12 +119,14 @@ def generate_samples(loaded: LoadedModel, request: GenerationRequest, count: int
     traces = tuple(running.traces[number] for number in range(count))
     for event in decode_batch(loaded.model, rows, running.clock, batch_size=count, fits=_fits(loaded)):
         if isinstance(event, BatchLoad) and event.kv_bytes > peak.kv_bytes:
-            predicted = _predict_batch(loaded, event)
-            peak = BatchPeak(rows=event.rows, tokens=event.tokens, kv_bytes=event.kv_bytes, predicted_bytes=predicted)
+            peak = BatchPeak(rows=event.rows, tokens=event.tokens, kv_bytes=event.kv_bytes)
         list(running.take(event))
     for trace in traces:
         if trace.finished is None:  # the user interrupted before there was room for it
             trace.add(Finished(reason="interrupted"))
+    if loaded.kv is not None and peak.rows:
+        predicted = footprint(loaded.kv, tokens=peak.tokens, batch=peak.rows, dtype=str(loaded.dtype))
+        peak = replace(peak, predicted_bytes=predicted.total_bytes)
     return Samples(traces=traces, peak=peak)
 
 
@@ -167,12 +169,6 @@ def _fits(loaded: LoadedModel) -> Fits:
         return at_limit + copied - held_bytes <= left_bytes * _SHARE_FOR_CACHE
 
     return fits
-
-
-def _predict_batch(loaded: LoadedModel, load: BatchLoad) -> int | None:
-    if loaded.kv is None:
-        return None
-    return footprint(loaded.kv, tokens=load.tokens, batch=load.rows, dtype=str(loaded.dtype)).total_bytes
 
 
 def _throw(events: Generator[BatchEvent, None, None]) -> BatchEvent | None:

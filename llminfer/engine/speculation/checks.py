@@ -13,10 +13,6 @@ from llminfer.params import CacheOptions, Speculation
 def check_speculation(speculation: Speculation, options: CacheOptions, config: Config, source: str) -> None:
     """Refuse what cannot be fed several tokens, or whose cache cannot go back, before any weights are read.
 
-    Args:
-        options: the cache that will be asked for.
-        source: names the model in errors.
-
     Raises:
         UnsupportedArchitecture: naming what about the model stands against it.
     """
@@ -42,14 +38,10 @@ def why_not_speculate(config: Config, cache: str = "dynamic") -> str | None:
 
 
 def check_vocabularies(draft: Tokenizer, tokenizer: Tokenizer, *, draft_name: str, source: str) -> None:
-    """Refuse a draft model whose tokenizer is another one, so that its ids mean something else.
-
-    Args:
-        draft: the draft model's tokenizer.
-        tokenizer: that of the model which checks the drafts.
+    """Refuse a draft model whose ids mean something else than those of the model that checks its drafts.
 
     Raises:
-        UsageError: naming both, and an id that they read differently.
+        UsageError: naming both, and how many tokens differ.
     """
     ours, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if ours == theirs:
