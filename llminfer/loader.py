@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from llminfer.errors import UsageError
 from llminfer.hub import fetch_checkpoint, fetch_config
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far loading is.
-
-    Attributes:
-        name: of the model or file.
-        step: of a conversion.
-        done: of `total`, which is 0 where it is unknown.
-    """
+    """How far loading a model or file is: `done` of `total`, which is 0 where unknown, in this step of a conversion."""
 
     stage: Literal["fetch", "import", "convert", "load"]
     name: str
@@ -103,16 +97,8 @@ def _inspect(request: LoadRequest, stages: _Stages) -> tuple[str, Checkpoint]:
     )
 
 
-def _load(
-    request: LoadRequest,
-    name: str,
-    checkpoint: Checkpoint,
-    stages: _Stages,
-    *,
-    cache: CacheOptions | None = None,
-    speculation: Speculation | None,
-    draft: LoadedModel | None = None,
-) -> LoadedModel:
+def _load(request: LoadRequest, name: str, checkpoint: Checkpoint, stages: _Stages, **asked: Any) -> LoadedModel:
+    """The model of a checkpoint; `asked` are what else `load` is to check."""
     with stages.stage("import", name):
         from llminfer.engine.load import load
     with stages.stage("load", name):
@@ -122,10 +108,8 @@ def _load(
             device=request.device,
             dtype=request.dtype,
             trust_remote_code=request.trust_remote_code,
-            cache=cache,
             execution=request.execution,
-            speculation=speculation,
-            draft=draft,
+            **asked,
         )
 
 

@@ -42,7 +42,6 @@ class Conversation:
         'The capital of France is Paris.'
 
     Args:
-        loaded: from `load`.
         request: how each answer is sampled and ended, and which cache outlives the answers, as one record.
         messages: what was said before.
         draft: the model that drafts, for speculation of that kind.

@@ -116,9 +116,8 @@ def _open_forward(
         raise
     except Exception as error:
         raise GenerationFailed(f"cannot run {loaded.name}: {reason_of(error)}", hint="--debug shows where") from error
-    if compiled is None:
-        return OpenForward(forward=forward, room=room)
-    return OpenForward(forward=forward, room=room, compile_s=compiled.compile_s, notes=compiled.notes)
+    opened = OpenForward(forward=forward, room=room)
+    return opened if compiled is None else replace(opened, compile_s=compiled.compile_s, notes=compiled.notes)
 
 
 def _compiled_once(loaded: LoadedModel, room: int) -> CompiledStep:

@@ -28,12 +28,9 @@ from llminfer.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenForward:
-    """A forward that holds what is cached of a prompt already.
+    """A forward that holds what is cached of a prompt already; its cache has `room` for so many tokens, or the run's.
 
-    Attributes:
-        room: for how many tokens its cache has a place; for those of the run when None.
-        compile_s: what compiling took, None when nothing was to be compiled.
-        notes: what the user should know of it.
+    `compile_s` is what compiling took, None when nothing was to be compiled.
     """
 
     forward: Forward
@@ -44,12 +41,9 @@ class OpenForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRun:
-    """A run that is ready for its loop.
+    """A run that is ready for its loop; it began at `began_s` on the clock, which a batch shares.
 
-    Attributes:
-        at_limit: what will have been fed when the limit is reached.
-        began_s: when it began on the clock, which a batch shares.
-        opened: how the model is fed; None in a batch, whose rows share that.
+    `at_limit` is what will have been fed at the limit, `opened` None in a batch, whose rows are fed together.
     """
 
     loaded: LoadedModel
@@ -92,11 +86,7 @@ def prepare_run(
         open_forward: gives the forward for a prompt; None for a row of a batch.
 
     Raises:
-        UsageError: for a prompt that is empty or longer than the context, or a cache that the model's
-            execution does not have.
-        ModelNotAvailable: for a prompt with ids that the model does not embed.
-        InvalidParams: for a value out of its range.
-        Whatever `open_forward` does.
+        As `llminfer.generate`, and whatever `open_forward` does.
     """
     options = request.cache_for(loaded.execution)
     bad_words = encode_bad_words(loaded.tokenizer, request.sampling.bad_texts)

@@ -144,10 +144,10 @@ def _check_metadata(file: Path, saved: Mapping[str, str], here: Mapping[str, str
         was = _printable(saved.get("model_name", "unknown"))
         other = "another model" if was != here["model_name"] else "other weights of that name"
         raise PromptCacheMismatch(f"{file} was made with {other} ({was}, this is {here['model_name']})", hint=_NEW_FILE)
-    if differing:
-        parts = (
-            f"{names[name]} {_printable(saved.get(name) or 'none')}, here {here[name] or 'none'}" for name in differing
-        )
+    parts = [
+        f"{names[name]} {_printable(saved.get(name) or 'none')}, here {here[name] or 'none'}" for name in differing
+    ]
+    if parts:
         raise PromptCacheMismatch(f"{file} does not fit this run: {'; '.join(parts)}", hint=_NEW_FILE)
 
 

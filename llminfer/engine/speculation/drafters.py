@@ -132,9 +132,7 @@ class Acceptance:
 def best_length(rate: float, most: int, check: CheckCost, guess_cost: float = 0.0) -> int:
     """How many ids to draft so that a forward gives the most tokens for its cost, 0 where none pays.
 
-    Args:
-        rate: the share of ids that are right.
-        guess_cost: what guessing one id takes, in forwards, checking it apart.
+    `rate` is the share of ids that are right, `guess_cost` what guessing one takes, in forwards.
     """
     best, best_gain = 0, 1.0
     tokens, likely = 1.0, 1.0

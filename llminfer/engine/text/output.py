@@ -99,13 +99,8 @@ def token_limit(
 class Output:
     """Turns generated ids into the text to show, until `reason` says why the run ends.
 
-    Attributes:
-        eos_ids: ids that end the run; their own text is never shown.
-        limit: the most ids to take.
-        token_text: a token's own text, for records.
-        hidden_texts: of tokens that are not shown, the texts that stop texts may be found in.
-        out_of_time: whether the time limit is reached.
-        detail: the EOS id or the stop text that ended the run.
+    The text of `eos_ids` is never shown; `hidden_texts` are not either, but stop texts may be found in them.
+    `token_text` gives a token's own text, for records; `detail` is the EOS id or stop text that ended the run.
     """
 
     detokenizer: Detokenizer
