@@ -246,7 +246,7 @@ def kv_budget(
 def verify(model: CacheModel, *, tokens: int, batch: int = 1, dtype: str | None = None) -> tuple[CheckRow, ...]:
     """What is predicted beside what the classes of the installed transformers hold, run without weights.
 
-    It takes seconds and little memory, whatever the model's size; it imports torch. Models whose code
+    It imports torch, and takes seconds and little memory, whatever the model's size. Models whose code
     looks at values are run with zeros for weights, and fewer tokens where that would take long.
 
         >>> [row.agrees for row in verify("qwen3-0.6b", tokens=100)]
@@ -255,8 +255,7 @@ def verify(model: CacheModel, *, tokens: int, batch: int = 1, dtype: str | None 
     Args:
         model: as in `kv_footprint`, with a config.
         tokens: the length of the prefill; two steps follow it.
-        batch: sequences.
-        dtype: the cache's element type; the model's own when not given.
+        batch, dtype: as in `kv_footprint`.
 
     Returns:
         One row for each moment: the bytes of every layer, and of the storage of all.

@@ -25,12 +25,7 @@ def text_of(event: Step | Finished) -> str:
 def stream(
     events: Generator[Event, None, None], *, announce: bool, show: Callable[[Step | Finished], str] | None = text_of
 ) -> Trace:
-    """Write the text as it comes, until the run has ended or was interrupted.
-
-    Args:
-        announce: say on standard error what is about to run.
-        show: what of an event goes to standard output, None for nothing.
-    """
+    """Write what `show` makes of each event, until the run has ended or was interrupted; `announce` it first."""
     from llminfer.events import Finished, Started, Step, Trace
     from llminfer.render.summary import started_line
 

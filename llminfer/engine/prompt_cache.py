@@ -50,8 +50,8 @@ def load_prompt_cache(
     At least the prompt's last token is left to feed.
 
     Raises:
-        PromptCacheMismatch: when the file is damaged, of another model, element type, weights format,
-            engine, version or kind of cache, or would have to be cut back where its layers cannot.
+        PromptCacheMismatch: when the file is damaged, was made by a run of another kind, or would have to be
+            cut back where its layers cannot.
     """
     if not file.exists():
         return None
