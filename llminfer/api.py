@@ -22,7 +22,7 @@ from llminfer.kv.rules.families import read_model, why_no_rule
 from llminfer.kv.setup import CacheSetup, SetupOptions
 from llminfer.loader import Progress, load_model
 from llminfer.params import Execution, check_range
-from llminfer.request import GenerationRequest, LoadRequest, RequestOptions, as_request, make_request
+from llminfer.request import GenerationRequest, LoadRequest, RequestOptions, make_request
 from llminfer.sources import Source, find_source
 from llminfer.units import parse_bytes
 
@@ -73,7 +73,7 @@ def load(
         ModelNotAvailable: when there is no such model, or not all of it.
         UnsupportedArchitecture: for a model that does not continue text.
         UsageError: for a revision of what is not a Hub model, or options that cannot be combined.
-        InvalidParams: for a device or dtype that is none.
+        InvalidParams: for an unknown device or dtype.
         OutOfMemory: when the weights do not fit the device.
     """
     request = LoadRequest(
@@ -107,25 +107,26 @@ def generate(
         True
 
     Args:
-        model: from `load`.
         prompt: the user's text, which chat models get through their template; or a whole request.
-        draft: a smaller model with the same vocabulary, from `load`, that drafts.
-        options: those of `RequestOptions`: `sampling` (`SamplingParams`, or some of its values by name, and
-            the model's own for the rest), `bad_words` (texts that are never completed), `stop` (256 tokens
-            when not given), `system` (a system message), `raw` (leave the chat template out), `cache`
-            (`dynamic`, `growing`, `static`, `quantized`, `none` for the textbook loop, or `CacheOptions`;
-            when not given, static for a compiled model, growing for the native engine, dynamic for
-            others), `speculate` (`prompt-lookup`; the tokens stay the same), and `draft_tokens`.
+        draft: a smaller model with the same vocabulary that drafts.
+        options: `sampling` (`SamplingParams`, or some of its values by name, and the model's own for the
+            rest), `bad_words` (texts that are never completed), `stop` (256 tokens when not given),
+            `system` (a system message), `raw` (skip the chat template), `cache` (`dynamic`, `growing`,
+            `static`, `quantized`, `none` for the textbook loop, or `CacheOptions`; when not given, as
+            suits the model), `speculate` (`prompt-lookup`; the tokens stay the same), and `draft_tokens`
+            (to draft for a forward at most).
 
-    Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context, options
-            that cannot be combined, or a draft model with another vocabulary.
-        InvalidParams: before the first event, for a value out of its range.
-        UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
+    Raises (all before the first event):
+        UsageError: for a prompt that is empty or longer than the context, options that cannot be combined,
+            or a draft model with another vocabulary.
+        ModelNotAvailable: for a prompt with ids that the model does not embed.
+        InvalidParams: for a value out of its range.
+        UnsupportedArchitecture: for a cache that the model cannot have.
+        PromptCacheMismatch: for a file that is damaged or of another model.
     """
     from llminfer.engine.generate import generate as run
 
-    return run(model, as_request(prompt, drafts=draft is not None, **options), draft=draft)
+    return run(model, make_request(prompt, drafts=draft is not None, **options), draft=draft)
 
 
 def generate_batch(
@@ -137,8 +138,8 @@ def generate_batch(
 ) -> Generator[BatchResult, None, None]:
     """Run many prompts, several at a time, and yield a `BatchResult` for each when it has ended.
 
-    The tokens of each are in float32 those that it gets alone. A prompt that cannot start has an error in
-    its result and stops nothing.
+    They end in any order. The tokens of each are in float32 those that it gets alone, and without a seed
+    each draws its own. A prompt that cannot start has an error in its result and stops nothing.
 
         >>> asked = ["What is the capital of France?", "What is the capital of Japan?"]
         >>> results = generate_batch(model, asked, sampling={"temperature": 0})
@@ -146,7 +147,6 @@ def generate_batch(
         ['The capital of France is Paris.', 'The capital of Japan is Tokyo.']
 
     Args:
-        model: from `load`.
         prompts: texts, or whole requests; read one at a time, when there is room. An error among them comes
             back as the result in its place.
         batch_size: prompts that decode together at most.
@@ -167,26 +167,18 @@ def generate_batch(
 def generate_samples(
     model: LoadedModel, prompt: str | GenerationRequest, count: int, **options: Unpack[RequestOptions]
 ) -> Samples:
-    """Several samples of one prompt, which is prefilled once; sample i has the seed of a run of its own plus i.
+    """Samples of one prompt, prefilled once and decoded together; sample i is the run of its own with the seed + i.
 
         >>> samples = generate_samples(model, "Hi", 2, sampling={"seed": 1}, stop=StopCriteria(max_new_tokens=4))
         >>> [trace.started.sampling.seed for trace in samples.traces]
         [1, 2]
 
-    Args:
-        model: from `load`.
-        prompt: as in `generate`.
-        count: samples, all of which decode together.
-        options: as in `generate`.
-
     Raises:
-        UsageError: for a prompt that is empty or longer than the context, a compiled model, or options that
-            cannot be combined.
-        InvalidParams: for a value out of its range.
+        As `generate`, and UsageError for a compiled model.
     """
     from llminfer.engine.batch_generate import generate_samples as run
 
-    return run(model, as_request(prompt, **options), count)
+    return run(model, make_request(prompt, **options), count)
 
 
 def kv_footprint(model: CacheModel, *, tokens: int, **setup: Unpack[SetupOptions]) -> Footprint:
@@ -207,7 +199,7 @@ def kv_footprint(model: CacheModel, *, tokens: int, **setup: Unpack[SetupOptions
     Raises:
         ModelNotAvailable: when there is no such model.
         UnsupportedArchitecture: for a model that no rule covers, or that the runtime cannot hold.
-        InvalidParams, UsageError: for a number, a runtime or an element type that is none.
+        InvalidParams, UsageError: for an invalid number, runtime or element type.
     """
     return footprint(kv_model(model), tokens=tokens, **setup)
 
@@ -257,7 +249,7 @@ def kv_budget(
 def verify(model: CacheModel, *, tokens: int, batch: int = 1, dtype: str | None = None) -> tuple[CheckRow, ...]:
     """What is predicted beside what the classes of the installed transformers hold, run without weights.
 
-    It takes seconds and little memory, whatever the model's size; it imports torch. Models whose code
+    It imports torch, and takes seconds and little memory, whatever the model's size. Models whose code
     looks at values are run with zeros for weights, and fewer tokens where that would take long.
 
         >>> [row.agrees for row in verify("qwen3-0.6b", tokens=100)]
@@ -266,8 +258,7 @@ def verify(model: CacheModel, *, tokens: int, batch: int = 1, dtype: str | None 
     Args:
         model: as in `kv_footprint`, with a config.
         tokens: the length of the prefill; two steps follow it.
-        batch: sequences.
-        dtype: the cache's element type; the model's own when not given.
+        batch, dtype: as in `kv_footprint`.
 
     Returns:
         One row for each moment: the bytes of every layer, and of the storage of all.

@@ -27,14 +27,7 @@ _SAMPLING_FIELDS = tuple(name for name in SAMPLER_FIELDS if name not in {"bad_wo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt of a file.
-
-    Attributes:
-        line: its line number, from 1.
-        id: what its file calls it, else the line number.
-        digest: of the line as it stands, so that a changed file is noticed.
-        request: what it asks for, over what holds for all lines.
-    """
+    """One prompt of a file: its line number, from 1, what it is called, and a digest that shows a changed line."""
 
     line: int
     id: str

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from llminfer.errors import UsageError
 from llminfer.hub import fetch_checkpoint, fetch_config
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far loading is.
-
-    Attributes:
-        name: of the model or file.
-        step: of a conversion.
-        done: of `total`, which is 0 where it is unknown.
-    """
+    """How far loading a model or file is: `done` of `total`, which is 0 where unknown, in this step of a conversion."""
 
     stage: Literal["fetch", "import", "convert", "load"]
     name: str
@@ -54,12 +48,11 @@ def load_model(
     from the files before any are read. A draft model is loaded first, since its vocabulary has to be the same.
 
     Args:
-        cache: what a run will ask for, so that a model that cannot have it is not loaded.
-        speculation: what a run will ask for, likewise.
+        cache, speculation: what a run will ask for, so that a model that cannot have it is not loaded.
         progress: hears of each stage when it begins, and of the steps of a conversion.
 
     Raises:
-        UsageError: for a draft model with another vocabulary, or `revision` for a model that is no Hub model.
+        UsageError: for a draft model with another vocabulary, or `revision` for a model that is not from the Hub.
         ModelNotAvailable: when there is no such model, or not all of it.
         UnsupportedArchitecture: for a model that does not continue text, or not so.
         OutOfMemory: when the weights do not fit the device.
@@ -104,16 +97,8 @@ def _inspect(request: LoadRequest, stages: _Stages) -> tuple[str, Checkpoint]:
     )
 
 
-def _load(
-    request: LoadRequest,
-    name: str,
-    checkpoint: Checkpoint,
-    stages: _Stages,
-    *,
-    cache: CacheOptions | None = None,
-    speculation: Speculation | None,
-    draft: LoadedModel | None = None,
-) -> LoadedModel:
+def _load(request: LoadRequest, name: str, checkpoint: Checkpoint, stages: _Stages, **asked: Any) -> LoadedModel:
+    """The model of a checkpoint; `asked` are what else `load` is to check."""
     with stages.stage("import", name):
         from llminfer.engine.load import load
         from llminfer.engine.machine.device import set_threads
@@ -126,10 +111,8 @@ def _load(
             device=request.device,
             dtype=request.dtype,
             trust_remote_code=request.trust_remote_code,
-            cache=cache,
             execution=request.execution,
-            speculation=speculation,
-            draft=draft,
+            **asked,
         )
 
 

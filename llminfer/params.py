@@ -120,11 +120,9 @@ NEVER_FROM_MODEL = frozenset({"seed", "logprobs", "logit_bias"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOverrides:
-    """What a run states of its sampling; where it is None the model's own value holds, then the default.
+    """What a run states of `SamplingParams`; where it is None the model's own value holds, then the default.
 
-    Attributes:
-        bad_words: sequences of ids, as in `SamplingParams`, whose other fields are these.
-        bad_texts: texts that are never completed.
+    `bad_texts` are never completed either, and no ids yet.
 
     Raises:
         InvalidParams: for a value out of its range.
@@ -170,7 +168,7 @@ def read_sampling(sampling: Sampling = None, bad_texts: Sequence[str] = ()) -> S
     """What a caller states: all values as `SamplingParams`, some as `SamplingOverrides`, or some by name.
 
     Raises:
-        InvalidParams: for a name that is none, or a value out of its range.
+        InvalidParams: for an unknown name, or a value out of its range.
     """
     if isinstance(sampling, SamplingParams):
         sampling = {name: getattr(sampling, name) for name in SAMPLER_FIELDS}
@@ -371,11 +369,7 @@ def check_known(option: str, value: object, known: Sequence[object]) -> None:
 
 
 def check_writable(option: str, file: Path, *, streams: bool = False) -> None:
-    """Refuse a file that could not be written after the run, as far as that can be known.
-
-    Args:
-        option: names it in errors.
-        streams: whether a pipe or a device does as well.
+    """Refuse a file that could not be written after the run, as far as that can be known; `streams` may be pipes.
 
     Raises:
         UsageError: naming the option.

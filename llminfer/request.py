@@ -28,21 +28,10 @@ from llminfer.params import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """Which model to load, and how.
-
-    Attributes:
-        model: a folder, a `.gguf` file or a Hub id; the built-in model when not given.
-        revision: the revision of a Hub model.
-        tokenizer: a folder to take the tokenizer from, when not the model's own.
-        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        dtype: one of `DTYPES`, or of `SHORT_DTYPES`.
-        allow_pickle: read pickled weights, with torch's restricted unpickler.
-        trust_remote_code: run Python code that the model's repository brings.
-        threads: of the processor; as many as torch chooses when not given. They are those of the whole process.
-        execution: what carries out the arithmetic.
+    """Which model to load, and how: the arguments of `llminfer.load`.
 
     Raises:
-        InvalidParams: for a device or dtype that is none.
+        InvalidParams: for an unknown device or dtype.
         UsageError: for a device or dtype that the execution cannot be combined with.
     """
 
@@ -118,12 +107,7 @@ class GenerationRequest:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What the library's functions take of a `GenerationRequest`, in the forms that are handy to write.
-
-    `sampling` may be `SamplingParams`, or some of its values by name; `bad_words` are texts that are never
-    completed; `cache` may be a kind alone; `speculate` is `prompt-lookup`, and `draft_tokens` how many
-    ids to draft for a forward at most. The others are as in `GenerationRequest`.
-    """
+    """What the library's functions take of a `GenerationRequest`, in handy forms; `llminfer.generate` explains them."""
 
     sampling: Sampling
     bad_words: Sequence[str]
@@ -136,53 +120,35 @@ class RequestOptions(TypedDict, total=False):
 
 
 def make_request(
-    text: str = "",
-    *,
-    sampling: Sampling = None,
-    bad_words: Sequence[str] = (),
-    stop: StopCriteria | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    cache: str | CacheOptions | None = None,
-    speculate: str | None = None,
-    draft_tokens: int | None = None,
-    drafts: bool = False,
+    prompt: str | GenerationRequest = "", *, drafts: bool = False, **options: Unpack[RequestOptions]
 ) -> GenerationRequest:
-    """The request that `RequestOptions` describe; `drafts` when a draft model is given.
-
-    Raises:
-        UsageError: for options that cannot be combined.
-        InvalidParams: for a value out of its range.
-    """
-    return GenerationRequest(
-        text=text,
-        system=system,
-        raw=raw,
-        sampling=read_sampling(sampling, bad_words),
-        stop=stop or StopCriteria(),
-        cache=CacheOptions(kind=cache) if isinstance(cache, str) else cache,
-        speculation=make_speculation(speculate, drafts=drafts, draft_tokens=draft_tokens),
-    )
-
-
-def as_request(
-    prompt: str | GenerationRequest, *, drafts: bool = False, **options: Unpack[RequestOptions]
-) -> GenerationRequest:
-    """The request of a call: a whole one as it is, else that of a text and options.
+    """The request of a call: a whole one as it is, else that of a text and options; `drafts` with a draft model.
 
     Raises:
         UsageError: for options beside a whole request, or that cannot be combined.
         InvalidParams: for a value out of its range.
+        TypeError: for an option that is none.
     """
-    if isinstance(prompt, str):
-        return make_request(prompt, drafts=drafts, **options)
-    if options:
-        raise UsageError(f"{next(iter(options))} beside a whole request", hint="put it into the request")
-    return prompt
+    if isinstance(prompt, GenerationRequest):
+        if options:
+            raise UsageError(f"{next(iter(options))} beside a whole request", hint="put it into the request")
+        return prompt
+    for name in options.keys() - RequestOptions.__annotations__.keys():
+        raise TypeError(f"unexpected option {name!r}; known: {', '.join(RequestOptions.__annotations__)}")
+    cache = options.get("cache")
+    return GenerationRequest(
+        text=prompt,
+        system=options.get("system"),
+        raw=options.get("raw", False),
+        sampling=read_sampling(options.get("sampling"), options.get("bad_words", ())),
+        stop=options.get("stop") or StopCriteria(),
+        cache=CacheOptions(kind=cache) if isinstance(cache, str) else cache,
+        speculation=make_speculation(options.get("speculate"), drafts=drafts, draft_tokens=options.get("draft_tokens")),
+    )
 
 
 def make_speculation(speculate: str | None, *, drafts: bool, draft_tokens: int | None) -> Speculation | None:
-    """What the options of a run ask for, None for no speculation; `drafts` when a draft model is given.
+    """What the options of a run ask for, None for no speculation; `drafts` with a draft model.
 
     Raises:
         UsageError: for an unknown kind, or options that cannot be combined.

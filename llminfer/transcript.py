@@ -74,8 +74,7 @@ def read_transcript(file: Path) -> Transcript:
 def _message(file: Path, index: int, entry: Any) -> Message:
     role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
     if role not in ROLES or not isinstance(content, str):
-        what = f"a role of {', '.join(ROLES)} and a text as its content"
-        raise UsageError(f"{file}: message {index} lacks {what}")
+        raise UsageError(f"{file}: message {index} lacks a role of {', '.join(ROLES)} and a text as its content")
     try:
         content.encode()
     except UnicodeEncodeError as error:

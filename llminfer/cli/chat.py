@@ -265,7 +265,7 @@ _COMMANDS = {
 
 
 def _system_messages(text: str | None) -> tuple[Message, ...]:
-    return (Message(role="system", content=text),) if text is not None else ()
+    return () if text is None else (Message(role="system", content=text),)
 
 
 def _file(argument: str, command: str) -> Path:

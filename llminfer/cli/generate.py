@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from llminfer.cli import options
 from llminfer.cli.prompts import ManyPrompts
@@ -26,20 +27,18 @@ from llminfer.text import decode_text, without_line_end
 def generate(
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - or a pipe reads standard input.", show_default=False)
+        str | None, Argument(help="The prompt; - or a pipe reads standard input.", show_default=False)
     ] = None,
     *,
     prompt_option: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, as an option.", show_default=False)
+        str | None, Option("--prompt", "-p", metavar="TEXT", help="The prompt, as an option.", show_default=False)
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: Annotated[Path | None, Option(metavar="FILE", help="Read the prompt from a file.")] = None,
     model: options.ModelName = None,
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Skip the chat template.")] = False,
+    raw: Annotated[bool, Option("--raw", help="Skip the chat template.")] = False,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -47,56 +46,43 @@ def generate(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
     typical_p: Annotated[
-        float | None,
-        typer.Option("--typical-p", metavar="P", help="Keep tokens of typical surprise that reach probability P."),
+        float | None, Option(metavar="P", help="Keep tokens of typical surprise that reach probability P.")
     ] = None,
     presence_penalty: Annotated[
-        float | None,
-        typer.Option("--presence-penalty", metavar="X", help="Subtract X from the logits of tokens in the output."),
+        float | None, Option(metavar="X", help="Subtract X from the logits of tokens in the output.")
     ] = None,
     frequency_penalty: Annotated[
-        float | None,
-        typer.Option("--frequency-penalty", metavar="X", help="Subtract X for every time a token is in the output."),
+        float | None, Option(metavar="X", help="Subtract X for every time a token is in the output.")
     ] = None,
     logit_bias: Annotated[
-        list[str] | None,
-        typer.Option("--logit-bias", metavar="ID=X", help="Add X to the logit of a token id. Repeatable."),
+        list[str] | None, Option(metavar="ID=X", help="Add X to the logit of a token id. Repeatable.")
     ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option("--bad-words", metavar="TEXT", help="Never generate this text. Repeatable.")
-    ] = None,
-    min_new_tokens: Annotated[
-        int | None, typer.Option("--min-new-tokens", metavar="N", help="No EOS before N tokens.")
-    ] = None,
+    bad_words: Annotated[list[str] | None, Option(metavar="TEXT", help="Never generate this text. Repeatable.")] = None,
+    min_new_tokens: Annotated[int | None, Option(metavar="N", help="No EOS before N tokens.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option("--logprobs", metavar="K", help="Add the K most likely tokens of each step to --json.")
+        int | None, Option(metavar="K", help="Add the K most likely tokens of each step to --json.")
     ] = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     max_time: Annotated[
-        float | None, typer.Option("--max-time", metavar="SECONDS", help="Stop after the token at which time is up.")
+        float | None, Option(metavar="SECONDS", help="Stop after the token at which time is up.")
     ] = None,
-    num_samples: Annotated[
-        int, typer.Option("--num-samples", metavar="K", help="Draw K samples of one prompt, with seeds N, N + 1, ...")
-    ] = 1,
+    num_samples: Annotated[int, Option(metavar="K", help="Draw K samples of one prompt, with seeds N, N + 1, ...")] = 1,
     prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Many prompts: one per line, or JSON objects in .jsonl."),
+        Path | None, Option(metavar="FILE", help="Many prompts: one per line, or JSON objects in .jsonl.")
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="B", help="How many of --prompts decode together.")
-    ] = 8,
+    batch_size: Annotated[int, Option(metavar="B", help="How many of --prompts decode together.")] = 8,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where results of --prompts go; standard output if unset."),
+        Option("--output", "-o", metavar="FILE", help="Where results of --prompts go; standard output if unset."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted --output; nothing is done twice.")
+        bool, Option("--resume", help="Continue an interrupted --output; nothing is done twice.")
     ] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    echo: Annotated[bool, Option("--echo", help="Print the prompt before the text.")] = False,
     print_token_ids: Annotated[
-        bool, typer.Option("--print-token-ids", help="Print token ids, one per line, instead of the text.")
+        bool, Option("--print-token-ids", help="Print token ids, one per line, instead of the text.")
     ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -109,31 +95,26 @@ def generate(
     draft_tokens: options.DraftTokens = None,
     cache: Annotated[
         str | None,
-        typer.Option(
-            "--cache",
-            metavar="CACHE",
-            help="dynamic, growing, static, quantized; none is the textbook loop. [default: dynamic]",
+        Option(
+            metavar="CACHE", help="dynamic, growing, static, quantized; none is the textbook loop. [default: dynamic]"
         ),
     ] = None,
     kv_bits: Annotated[
-        int | None, typer.Option("--kv-bits", metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
+        int | None, Option(metavar="BITS", help="8, 4 or 2 bits for --cache quantized; 4 if unset.")
     ] = None,
     kv_window: Annotated[
-        int | None,
-        typer.Option("--kv-window", metavar="N", help="Keep the first 4 and the newest N - 4 tokens, and no others."),
+        int | None, Option(metavar="N", help="Keep the first 4 and the newest N - 4 tokens, and no others.")
     ] = None,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option("--prefill-chunk", metavar="N", help="Feed the prompt N tokens at a time; 2048 where that works."),
+        int | None, Option(metavar="N", help="Feed the prompt N tokens at a time; 2048 where that works.")
     ] = None,
     prompt_cache: Annotated[
-        Path | None,
-        typer.Option("--prompt-cache", metavar="FILE", help="Reuse the tokens in this file, and save the cache there."),
+        Path | None, Option(metavar="FILE", help="Reuse the tokens in this file, and save the cache there.")
     ] = None,
-    steps: Annotated[bool, typer.Option("--steps", help="Print the table of all steps to standard error.")] = False,
+    steps: Annotated[bool, Option("--steps", help="Print the table of all steps to standard error.")] = False,
     verbose: options.Verbose = False,
     quiet: options.Quiet = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
+    json_output: Annotated[bool, Option("--json", help="Print one JSON document instead of the text.")] = False,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,

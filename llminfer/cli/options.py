@@ -1,4 +1,7 @@
-"""The options that several commands share: declared once, read and checked once, before anything is loaded."""
+"""The options that several commands share: declared once, read and checked once, before anything is loaded.
+
+An option without a name here has that of its parameter: `top_k` is `--top-k`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from llminfer.cli.errors import say
 from llminfer.cli.help import main_name
@@ -16,7 +20,7 @@ from llminfer.request import LoadRequest
 
 ModelName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model",
         "-m",
         envvar="LLMINFER_MODEL",
@@ -24,81 +28,50 @@ ModelName = Annotated[
         help="A folder, a .gguf file or a Hub id. Without it, the built-in SmolLM2-135M-Instruct.",
     ),
 ]
-Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="The revision of a Hub model.")]
-Tokenizer = Annotated[
-    Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="Take the tokenizer from another folder.")
-]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message, for chat models.")]
+Revision = Annotated[str | None, Option(metavar="REV", help="The revision of a Hub model.")]
+Tokenizer = Annotated[Path | None, Option(metavar="FOLDER", help="Take the tokenizer from another folder.")]
+System = Annotated[str | None, Option(metavar="TEXT", help="A system message, for chat models.")]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens, EOS included.")
+    int, Option("--max-new-tokens", "-n", metavar="N", help="Generate at most N tokens, EOS included.")
 ]
 Temperature = Annotated[
-    float | None,
-    typer.Option("--temperature", "-t", metavar="T", help="Divides the logits; 0 takes the most likely token."),
+    float | None, Option("--temperature", "-t", metavar="T", help="Divides the logits; 0 takes the most likely token.")
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens; 0 keeps all.")]
+TopK = Annotated[int | None, Option(metavar="K", help="Keep the K most likely tokens; 0 keeps all.")]
 TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="P", help="Keep the most likely tokens that reach probability P together."),
+    float | None, Option(metavar="P", help="Keep the most likely tokens that reach probability P together.")
 ]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the most likely one."),
-]
+MinP = Annotated[float | None, Option(metavar="P", help="Drop tokens less likely than P times the most likely one.")]
 RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", metavar="R", help="Make tokens of the prompt and output R times less likely."),
+    float | None, Option(metavar="R", help="Make tokens of the prompt and output R times less likely.")
 ]
-Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Seed for sampling; if unset a random one, which is reported.")
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Stop at this text, which is not printed. Repeatable."),
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Keep generating past EOS tokens.")]
-Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, float16; or bf16, fp16, fp32.")
-]
-Weights = Annotated[
-    str | None,
-    typer.Option("--weights", metavar="FORMAT", help="Hold linear layers as float32, float16, int8 or int4."),
-]
+Seed = Annotated[int | None, Option(metavar="N", help="Seed for sampling; if unset a random one, which is reported.")]
+Stop = Annotated[list[str] | None, Option(metavar="TEXT", help="Stop at this text, which is not printed. Repeatable.")]
+IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Keep generating past EOS tokens.")]
+Device = Annotated[str, Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, Option(metavar="DTYPE", help="auto, float32, bfloat16, float16; or bf16, fp16, fp32.")]
+Weights = Annotated[str | None, Option(metavar="FORMAT", help="Hold linear layers as float32, float16, int8 or int4.")]
 Engine = Annotated[
-    str,
-    typer.Option("--engine", metavar="ENGINE", help="transformers, or native: our compiled step, for common families."),
+    str, Option(metavar="ENGINE", help="transformers, or native: our compiled step, for common families.")
 ]
 Speculate = Annotated[
-    str | None,
-    typer.Option("--speculate", metavar="KIND", help="prompt-lookup: draft what followed the same tokens earlier."),
+    str | None, Option(metavar="KIND", help="prompt-lookup: draft what followed the same tokens earlier.")
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(
-        "--draft", metavar="MODEL", help="A smaller model with the same vocabulary drafts; the text stays the same."
-    ),
+    Option(metavar="MODEL", help="A smaller model with the same vocabulary drafts; the text stays the same."),
 ]
-DraftTokens = Annotated[
-    int | None, typer.Option("--draft-tokens", metavar="N", help="Draft at most N tokens for a forward; 15 if unset.")
-]
-Compile = Annotated[bool, typer.Option("--compile", help="Run the decode step through torch.compile.")]
+DraftTokens = Annotated[int | None, Option(metavar="N", help="Draft at most N tokens for a forward; 15 if unset.")]
+Compile = Annotated[bool, Option("--compile", help="Run the decode step through torch.compile.")]
 Cache = Annotated[
-    str | None,
-    typer.Option("--cache", metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache."),
+    str | None, Option(metavar="CACHE", help="dynamic, growing; none is the textbook loop without a cache.")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show everything that was measured.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="Threads of the processor; as torch chooses if unset.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="Show everything that was measured.")]
+Threads = Annotated[int | None, Option(metavar="N", help="Threads of the processor; as torch chooses if unset.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print nothing but the text.")]
+AllowPickle = Annotated[bool, Option("--allow-pickle", help="Read pickled weights, with torch's restricted unpickler.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run Python code from the model's repository.")]
+Debug = Annotated[bool, Option("--debug", help="Show a traceback when something fails.")]
 
 
 _UNUSUAL_TEMPERATURE = 2

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llminfer.atomic import replacing
 from llminfer.cli.errors import INTERRUPTED_EXIT_CODE, say, writing
 from llminfer.cli.standard_streams import write_text
+from llminfer.cli.stream import Interrupt
 from llminfer.errors import LlminferError, UsageError
 from llminfer.jobs import BadLine, Job, read_jobs
 from llminfer.params import check_range, check_writable
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
     from llminfer.engine.batch_generate import BatchResult
 
 _OTHER_OUTPUT = "name another --output"
-
-
-class Interrupt(Protocol):
-    """Whether the user has asked to stop."""
-
-    pending: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +105,7 @@ def write_results(
 ) -> int:
     """Write each result when all before it are written; whatever ends the run, those that are ready are written.
 
-    `jobs` are those that run, in order. `origin` goes into every record: what an output
-    that is resumed has to be of.
+    `jobs` are those that run, in order; `origin` goes into every record, for a later --resume.
     """
     from llminfer.render.document import job_record
     from llminfer.render.progress import count_bar

@@ -52,14 +52,8 @@ class Command:
 
     def load_models(self) -> tuple[LoadedModel, LoadedModel | None]:
         """The model, and the one that drafts for it where one does."""
-        request = self.request
-        return load(
-            self.load,
-            verbose=self.shown.talks,
-            cache=request.cache,
-            speculation=request.speculation,
-            draft=self.draft,
-        )
+        asked = {"cache": self.request.cache, "speculation": self.request.speculation, "draft": self.draft}
+        return load(self.load, verbose=self.shown.talks, **asked)
 
 
 def run(command: Command) -> int:

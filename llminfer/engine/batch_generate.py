@@ -82,22 +82,16 @@ class _Running:
         del self.runs[key], self.traces[key]
         yield BatchResult(index=key, trace=trace)
 
+    def take_refused(self) -> list[BatchResult]:
+        """The results of requests that could not start, once."""
+        taken, self.refused = self.refused, []
+        return taken
+
 
 def generate_batch(
     loaded: LoadedModel, requests: Iterable[GenerationRequest | LlminferError], *, batch_size: int
 ) -> Generator[BatchResult, None, None]:
-    """Run every request and yield its result when it has ended, in the order in which they end.
-
-    Requests that cannot start (a prompt beyond the context, an error in place of a request) yield a
-    result with an error and stop nothing. Without a seed each draws its own.
-
-    Args:
-        requests: read one at a time, when there is room.
-        batch_size: requests that decode together at most.
-
-    Raises:
-        UsageError: for a compiled model, which steps over a static cache alone.
-    """
+    """Run every request, as `llminfer.generate_batch` does."""
     _shared(GenerationRequest()).cache_for(loaded.execution)
     running = _Running(loaded=loaded, clock=Clock(synchronizer(loaded.device)))
     rows = _rows(running, requests)
@@ -106,24 +100,17 @@ def generate_batch(
     event = next(events, None)
     while event is not None:
         interrupted = False
-        for result in (*_take(running.refused), *running.take(event)):
+        for result in (*running.take_refused(), *running.take(event)):
             try:
                 yield result
             except KeyboardInterrupt:
                 interrupted = True
         event = _throw(events) if interrupted else next(events, None)
-    yield from _take(running.refused)
+    yield from running.take_refused()
 
 
 def generate_samples(loaded: LoadedModel, request: GenerationRequest, count: int) -> Samples:
-    """Several samples of one prompt: it is prefilled once, its cache is copied, all decode together.
-
-    Sample i draws with the seed + i, so its tokens are those of a run of its own with that seed.
-
-    Raises:
-        UsageError: for a prompt that is empty or longer than the context, or a compiled model.
-        InvalidParams: for a value out of its range.
-    """
+    """Several samples of one prompt, as `llminfer.generate_samples` gives them."""
     running, peak = _Running(loaded=loaded, clock=Clock(synchronizer(loaded.device))), BatchPeak()
     first = prepare_run(loaded, _shared(request), clock=running.clock)
     sampling = first.started.sampling
@@ -133,12 +120,14 @@ def generate_samples(loaded: LoadedModel, request: GenerationRequest, count: int
     traces = tuple(running.traces[number] for number in range(count))
     for event in decode_batch(loaded.model, rows, running.clock, batch_size=count, fits=_fits(loaded)):
         if isinstance(event, BatchLoad) and event.kv_bytes > peak.kv_bytes:
-            predicted = _predict_batch(loaded, event)
-            peak = BatchPeak(rows=event.rows, tokens=event.tokens, kv_bytes=event.kv_bytes, predicted_bytes=predicted)
+            peak = BatchPeak(rows=event.rows, tokens=event.tokens, kv_bytes=event.kv_bytes)
         list(running.take(event))
     for trace in traces:
         if trace.finished is None:  # the user interrupted before there was room for it
             trace.add(Finished(reason="interrupted"))
+    if loaded.kv is not None and peak.rows:
+        predicted = footprint(loaded.kv, tokens=peak.tokens, batch=peak.rows, dtype=str(loaded.dtype))
+        peak = replace(peak, predicted_bytes=predicted.total_bytes)
     return Samples(traces=traces, peak=peak)
 
 
@@ -160,11 +149,9 @@ def _rows(running: _Running, requests: Iterable[GenerationRequest | LlminferErro
                 raise request
             yield running.row(key, prepare_run(running.loaded, _shared(request), clock=running.clock))
         except Exception as error:  # a request that breaks anything breaks itself alone
-            running.refused.append(BatchResult(index=key, error=_own_error(error)))
-
-
-def _own_error(error: Exception) -> LlminferError:
-    return error if isinstance(error, LlminferError) else GenerationFailed(f"the run cannot start: {reason_of(error)}")
+            if not isinstance(error, LlminferError):
+                error = GenerationFailed(f"the run cannot start: {reason_of(error)}")
+            running.refused.append(BatchResult(index=key, error=error))
 
 
 def _fits(loaded: LoadedModel) -> Fits:
@@ -183,18 +170,6 @@ def _fits(loaded: LoadedModel) -> Fits:
         return at_limit + copied - held_bytes <= left_bytes * _SHARE_FOR_CACHE
 
     return fits
-
-
-def _predict_batch(loaded: LoadedModel, load: BatchLoad) -> int | None:
-    if loaded.kv is None:
-        return None
-    return footprint(loaded.kv, tokens=load.tokens, batch=load.rows, dtype=str(loaded.dtype)).total_bytes
-
-
-def _take(results: list[BatchResult]) -> list[BatchResult]:
-    taken = list(results)
-    results.clear()
-    return taken
 
 
 def _throw(events: Generator[BatchEvent, None, None]) -> BatchEvent | None:

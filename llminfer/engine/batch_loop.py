@@ -85,14 +85,10 @@ def decode_batch(
 ) -> Generator[BatchEvent, None, None]:
     """Yield `(key, Step)` and `(key, Finished)` for every row, and a `BatchLoad` after each joint step.
 
-    Args:
-        waiting: rows in the order in which they start; read one at a time, when there is room. Neighbours
-            with one and the same object as prompt are prefilled once.
-        batch_size: rows that decode together at most.
-        fits: a row that does not fit beside those under way waits until some of these have ended; one
-            alone is tried whatever this says.
-
-    An interrupt ends every row that was read from `waiting` with `interrupted`; the others are left alone.
+    At most `batch_size` rows decode together. They start in the order of `waiting`, which is read one at a
+    time, when there is room; neighbours with one and the same object as prompt are prefilled once. A row
+    that does not fit beside those under way waits until some have ended; one alone is tried all the same.
+    An interrupt ends every row that was read with `interrupted`; the others are left alone.
     """
     batch = _Batch(model=model, clock=clock, waiting=iter(waiting), batch_size=batch_size, fits=fits)
     try:

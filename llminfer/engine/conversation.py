@@ -28,7 +28,7 @@ from llminfer.engine.text.prompt import Prompt
 from llminfer.errors import UsageError
 from llminfer.events import Event, Finished, FinishReason, Step
 from llminfer.exclusions import check_together
-from llminfer.request import GenerationRequest, RequestOptions, as_request
+from llminfer.request import GenerationRequest, RequestOptions, make_request
 from llminfer.transcript import Message
 
 
@@ -42,7 +42,6 @@ class Conversation:
         'The capital of France is Paris.'
 
     Args:
-        loaded: from `load`.
         request: how each answer is sampled and ended, and which cache outlives the answers, as one record.
         messages: what was said before.
         draft: the model that drafts, for speculation of that kind.
@@ -64,7 +63,7 @@ class Conversation:
         draft: LoadedModel | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        request = as_request(request or "", drafts=draft is not None, **options)
+        request = make_request(request or "", drafts=draft is not None, **options)
         if not loaded.tokenizer.chat_template:
             raise UsageError(
                 f"{loaded.name} has no chat template, so it cannot chat",

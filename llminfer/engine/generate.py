@@ -32,19 +32,7 @@ from llminfer.text import reason_of
 def generate(
     loaded: LoadedModel, request: GenerationRequest, *, draft: LoadedModel | None = None
 ) -> Generator[Event, None, None]:
-    """Continue a prompt, event by event: one `Started`, a `Step` per token, one `Finished`.
-
-    Args:
-        draft: the model that drafts, for speculation of that kind.
-
-    Raises:
-        UsageError: before the first event, for a prompt that is empty or longer than the context, or a
-            draft model with another vocabulary.
-        ModelNotAvailable: before the first event, for a prompt with ids that the model does not embed.
-        InvalidParams: before the first event, for a value out of its range.
-        UnsupportedArchitecture: before the first event, for a cache that the model cannot have.
-        PromptCacheMismatch: before the first event, for a file that is damaged or of another model.
-    """
+    """Continue a prompt, as `llminfer.generate` does."""
     options = request.cache_for(loaded.execution)
     check_cache(options, loaded.model.config, loaded.name, known=type(loaded.model))
     drafting = make_drafting(request.speculation, loaded, draft, options)
@@ -76,13 +64,8 @@ def run(prepared: PreparedRun) -> Generator[Event, None, None]:
 
 def _decode(prepared: PreparedRun, opened: OpenForward, output: Output) -> Generator[Step, None, Finished]:
     """The loop of this run: token by token, or with drafts."""
-    ids, reused, clock, drafting = (
-        prepared.started.prompt_ids,
-        prepared.started.reused_tokens,
-        prepared.clock,
-        prepared.drafting,
-    )
-    sample = prepared.make_sampler()
+    ids, reused = prepared.started.prompt_ids, prepared.started.reused_tokens
+    clock, drafting, sample = prepared.clock, prepared.drafting, prepared.make_sampler()
     if drafting is None:
         return decode(opened.forward, sample, output, clock, prompt_ids=ids[reused:], cached=reused)
     return decode_drafts(
@@ -134,9 +117,8 @@ def _open_forward(
         raise
     except Exception as error:
         raise GenerationFailed(f"cannot run {loaded.name}: {reason_of(error)}", hint="--debug shows where") from error
-    if compiled is None:
-        return OpenForward(forward=forward, room=room)
-    return OpenForward(forward=forward, room=room, compile_s=compiled.compile_s, notes=compiled.notes)
+    opened = OpenForward(forward=forward, room=room)
+    return opened if compiled is None else replace(opened, compile_s=compiled.compile_s, notes=compiled.notes)
 
 
 def _compiled_once(loaded: LoadedModel, room: int) -> CompiledStep:

@@ -13,6 +13,7 @@ from llminfer.engine.kv_cache.kinds import TokenSchedule, chunk_sizes
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.machine.device import device_name, synchronizer
 from llminfer.engine.model import LoadedModel
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.prediction import predict_run
 from llminfer.engine.sampling.resolve import effective_sampling, effective_stop
 from llminfer.engine.sampling.sampler import Sampler, make_sampler
@@ -27,12 +28,9 @@ from llminfer.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenForward:
-    """A forward that holds what is cached of a prompt already.
+    """A forward that holds what is cached of a prompt already; its cache has `room` for so many tokens, or the run's.
 
-    Attributes:
-        room: for how many tokens its cache has a place; for those of the run when None.
-        compile_s: what compiling took, None when nothing was to be compiled.
-        notes: what the user should know of it.
+    `compile_s` is what compiling took, None when nothing was to be compiled.
     """
 
     forward: Forward
@@ -43,12 +41,9 @@ class OpenForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRun:
-    """A run that is ready for its loop.
+    """A run that is ready for its loop; it began at `began_s` on the clock, which a batch shares.
 
-    Attributes:
-        at_limit: what will have been fed when the limit is reached.
-        began_s: when it began on the clock, which a batch shares.
-        opened: how the model is fed; None in a batch, whose rows share that.
+    `at_limit` is what will have been fed at the limit, `opened` None in a batch, whose rows are fed together.
     """
 
     loaded: LoadedModel
@@ -91,11 +86,7 @@ def prepare_run(
         open_forward: gives the forward for a prompt; None for a row of a batch.
 
     Raises:
-        UsageError: for a prompt that is empty or longer than the context, or a cache that the model's
-            execution does not have.
-        ModelNotAvailable: for a prompt with ids that the model does not embed.
-        InvalidParams: for a value out of its range.
-        Whatever `open_forward` does.
+        As `llminfer.generate`, and whatever `open_forward` does.
     """
     options = request.cache_for(loaded.execution)
     bad_words = encode_bad_words(loaded.tokenizer, request.sampling.bad_texts)
@@ -125,13 +116,7 @@ def prepare_run(
         speculation=drafting.speculation if drafting else None,
         draft_model=drafting.draft.name if drafting and drafting.draft else None,
         draft_cost=drafting.draft_cost if drafting else None,
-        notes=(
-            *loaded.notes,
-            *_unused_step(loaded, options),
-            *notes,
-            *prompt.notes,
-            *(opened.notes if opened else ()),
-        ),
+        notes=(*loaded.notes, *_unused_step(loaded, options), *notes, *prompt.notes, *(opened.notes if opened else ())),
     )
     return PreparedRun(
         loaded=loaded,
@@ -183,7 +168,16 @@ def _encode(loaded: LoadedModel, request: GenerationRequest) -> Prompt:
         prompt = encode_prompt(loaded.tokenizer, request.text, system=request.system, raw=request.raw)
     else:
         prompt = encode_messages(loaded.tokenizer, request.messages)
-    return check_ids(prompt, loaded.tokenizer, loaded.model)
+    return check_ids(prompt, loaded.tokenizer, _embedded(loaded.model))
+
+
+def _embedded(model: CausalLM) -> int | None:
+    """How many ids the model embeds, None when it does not say."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return None
+    return int(weight.shape[0]) if weight.dim() == 2 else None
 
 
 def _unused_step(loaded: LoadedModel, options: CacheOptions) -> tuple[str, ...]:

@@ -51,8 +51,8 @@ def load_prompt_cache(
     At least the prompt's last token is left to feed.
 
     Raises:
-        PromptCacheMismatch: when the file is damaged, of another model, element type, weights format,
-            engine, version or kind of cache, or would have to be cut back where its layers cannot.
+        PromptCacheMismatch: when the file is damaged, was made by a run of another kind, or would have to be
+            cut back where its layers cannot.
     """
     if not file.exists():
         return None
@@ -91,14 +91,10 @@ def save_prompt_cache(file: Path, loaded: LoadedModel, forward: Forward, options
             # a copy: tensors that are views of one another cannot be written
             tensors[f"layers.{index}.{name}"] = part.detach().to("cpu", copy=True).contiguous()
     layers = json.dumps([type(layer).__name__ for layer in cache.layers])
-    _write(file, tensors, {**_identity(loaded, options), "layers": layers})
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Readable by its owner alone, since it holds the prompt."""
+    metadata = {**_identity(loaded, options), "layers": layers}
     try:
-        with replacing(file) as beside:
-            save_file(dict(tensors), beside, metadata=dict(metadata))
+        with replacing(file) as beside:  # readable by its owner alone, since it holds the prompt
+            save_file(tensors, beside, metadata=metadata)
     except (OSError, SafetensorError) as error:
         raise GenerationFailed(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -107,7 +103,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 def _reading(file: Path) -> Iterator[None]:
     try:
         if not file.is_file():
-            raise PromptCacheMismatch(f"{file} is no file")
+            raise PromptCacheMismatch(f"{file} is not a file")
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         reason = _printable(first_line(error))
@@ -149,10 +145,10 @@ def _check_metadata(file: Path, saved: Mapping[str, str], here: Mapping[str, str
         was = _printable(saved.get("model_name", "unknown"))
         other = "another model" if was != here["model_name"] else "other weights of that name"
         raise PromptCacheMismatch(f"{file} was made with {other} ({was}, this is {here['model_name']})", hint=_NEW_FILE)
-    if differing:
-        parts = (
-            f"{names[name]} {_printable(saved.get(name) or 'none')}, here {here[name] or 'none'}" for name in differing
-        )
+    parts = [
+        f"{names[name]} {_printable(saved.get(name) or 'none')}, here {here[name] or 'none'}" for name in differing
+    ]
+    if parts:
         raise PromptCacheMismatch(f"{file} does not fit this run: {'; '.join(parts)}", hint=_NEW_FILE)
 
 

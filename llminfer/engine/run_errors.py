@@ -15,10 +15,7 @@ from llminfer.units import format_bytes
 def explain(
     error: Exception, step: int, loaded: LoadedModel, started: Started, *, now: Footprint | None = None
 ) -> LlminferError:
-    """What broke, at which step, in one line, with what to try; what it was made from is its cause.
-
-    `now` is the cache that the step would have had, where it is no dynamic one.
-    """
+    """What broke, at which step, with what to try; `now` is the cache that the step would have had, unless dynamic."""
     if isinstance(error, NonFiniteLogits):
         explained: LlminferError = NonFiniteLogits(
             f"{error.message} at step {step}, computing in {started.dtype}",

@@ -99,12 +99,12 @@ def decode_drafts(
         broken = exception
     finally:
         keep_past(forward.cache, False)
-    return make_finished(
-        output,
-        broken,
-        cached_tokens=len(ids) - 1 if len(ids) > len(prompt_ids) else cached,
-        notes=(*forward.notes, *draft.notes, *_length_notes(exact_length, len(ids))),
-    )
+    notes = (*forward.notes, *draft.notes)
+    if exact_length is not None and len(ids) > exact_length:
+        why = "this model's keys depend on the length, so nothing was drafted there"
+        notes = (*notes, f"beyond {exact_length} tokens {why}")
+    cached_tokens = len(ids) - 1 if len(ids) > len(prompt_ids) else cached
+    return make_finished(output, broken, cached_tokens=cached_tokens, notes=notes)
 
 
 def _forward_and_draw(
@@ -121,18 +121,14 @@ def _forward_and_draw(
     try:
         this.drafted = draft(ids, most) if most > 0 else ()
         this.draft_s = clock.lap()
-        logits = _feed(forward, ids, this.drafted)
+        # after the newest id and each drafted one
+        new_ids = [*ids[len(forward.ids) :], *this.drafted]
+        logits = forward.last(new_ids, len(this.drafted) + 1) if this.drafted else forward(new_ids)
         this.forward_s = clock.lap()
         _draw_while_agreed(this, logits, sample, output, clock)
     except (KeyboardInterrupt, Exception) as exception:
         return exception
     return None
-
-
-def _feed(forward: Forward, ids: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """Feed what is not cached, and the draft; logits after the newest id and each drafted one."""
-    new_ids = ids[len(forward.ids) :]
-    return forward.last([*new_ids, *drafted], len(drafted) + 1) if drafted else forward(new_ids)
 
 
 def _draw_while_agreed(this: _Round, logits: Tensor, sample: Sampler, output: Output, clock: Clock) -> None:
@@ -165,12 +161,6 @@ def _steps(this: _Round, output: Output, cached_tokens: int, kv_bytes: int | Non
             drafted=len(this.drafted),
             accepted=this.accepted,
         )
-
-
-def _length_notes(exact_length: int | None, length: int) -> tuple[str, ...]:
-    if exact_length is None or length <= exact_length:
-        return ()
-    return (f"beyond {exact_length} tokens this model's keys depend on the length, so nothing was drafted there",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

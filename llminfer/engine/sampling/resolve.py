@@ -76,10 +76,10 @@ def effective_sampling(
     stated = dict(model_defaults)
     if stated.get("do_sample") is False:
         stated["temperature"] = 0.0
-    values: dict[str, Any] = {}
-    origins = {}
     if stated.get("bad_words_ids"):
         stated["bad_words"] = _stated_bad_words(stated["bad_words_ids"])
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(SAMPLER_FIELDS, "default")
     for name in SAMPLER_FIELDS:
         flag, model = flags.get(name), stated.get(name)
         if flag is not None:
@@ -88,8 +88,6 @@ def effective_sampling(
             if name in SAMPLING_RANGES:
                 check_range(f"the {name} in the model's generation_config", model, *SAMPLING_RANGES[name])
             values[name], origins[name] = model, "model"
-        else:
-            origins[name] = "default"
     if "seed" not in values:
         values["seed"], origins["seed"] = random.SystemRandom().randrange(2**32), "random"
     return SamplingParams(**values, origins=origins), tuple(_notes(stated, origins))
@@ -99,7 +97,7 @@ def effective_stop(stop: StopCriteria, model_defaults: Mapping[str, Any]) -> Sto
     """When to end: at the stop texts asked for, where there are none at those of the generation_config.
 
     Raises:
-        InvalidParams: for a generation_config whose stop texts are none.
+        InvalidParams: for a generation_config whose stop texts are not texts.
     """
     stated = model_defaults.get("stop_strings")
     if stop.stop or not stated:

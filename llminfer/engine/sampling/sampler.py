@@ -31,8 +31,6 @@ class History:
     date from then on, so a step costs the same however long the sequence is.
     """
 
-    __slots__ = ("_counts", "_device", "_seen", "_vocabulary", "ids", "prompt_length")
-
     def __init__(self, ids: Iterable[int], vocabulary: int, device: torch.device) -> None:
         self.ids = list(ids)
         self.prompt_length = len(self.ids)
@@ -120,6 +118,13 @@ def bad_words(words: Sequence[Sequence[int]], eos_ids: frozenset[int]) -> Logits
     return apply
 
 
+def _without(logits: Tensor, token_ids: list[int]) -> Tensor:
+    if token_ids:
+        logits = logits.clone()
+        logits[..., token_ids] = _MASKED
+    return logits
+
+
 def min_new_tokens(count: int, eos_ids: frozenset[int]) -> LogitsStep:
     """Forbid every EOS until `count` tokens were generated."""
 
@@ -127,14 +132,6 @@ def min_new_tokens(count: int, eos_ids: frozenset[int]) -> LogitsStep:
         return _without(logits, list(eos_ids) if len(history.ids) - history.prompt_length < count else [])
 
     return apply
-
-
-def _without(logits: Tensor, forbidden: list[int]) -> Tensor:
-    if not forbidden:
-        return logits
-    allowed = logits.clone()
-    allowed[..., forbidden] = _MASKED
-    return allowed
 
 
 def temperature(value: float) -> LogitsStep:

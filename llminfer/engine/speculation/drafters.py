@@ -90,8 +90,6 @@ class Drafter(Protocol):
 class NgramIndex:
     """Where each run of up to `LONGEST_NGRAM` ids last ended; an id is looked at once, however long the sequence."""
 
-    __slots__ = ("_ends", "_indexed")
-
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
         self._indexed = 0
@@ -114,8 +112,6 @@ class NgramIndex:
 class Acceptance:
     """How often a guessed id was right, newer ones counting more; it begins with what is assumed."""
 
-    __slots__ = ("_right", "_weight")
-
     def __init__(self, first_rate: float) -> None:
         self._right, self._weight = first_rate * _FIRST_WEIGHT, _FIRST_WEIGHT
 
@@ -136,9 +132,7 @@ class Acceptance:
 def best_length(rate: float, most: int, check: CheckCost, guess_cost: float = 0.0) -> int:
     """How many ids to draft so that a forward gives the most tokens for its cost, 0 where none pays.
 
-    Args:
-        rate: the share of ids that are right.
-        guess_cost: what guessing one id takes, in forwards, checking it apart.
+    `rate` is the share of ids that are right, `guess_cost` what guessing one takes, in forwards.
     """
     best, best_gain = 0, 1.0
     tokens, likely = 1.0, 1.0
@@ -158,7 +152,6 @@ class PromptLookup:
     learn that a text has begun to repeat itself.
     """
 
-    __slots__ = ("_acceptance", "_check", "_guess", "_index", "_length", "_start")
     forward = None
     notes: tuple[str, ...] = ()
 

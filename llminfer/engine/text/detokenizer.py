@@ -45,7 +45,7 @@ IdToToken = Callable[[int], str | None]
 
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The detokenizer for a transformers tokenizer; special tokens are hidden."""
-    hidden = frozenset(special_token_ids(tokenizer))
+    hidden = frozenset(special_tokens(tokenizer))
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder: Any = getattr(backend, "decoder", None)
     if decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel":
@@ -60,11 +60,11 @@ def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     return kind(decode, tokenizer.convert_ids_to_tokens, hidden)
 
 
-def special_token_ids(tokenizer: Tokenizer) -> set[int]:
-    """Ids that `decode(skip_special_tokens=True)` leaves out; a config may name special tokens that have none."""
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """What `decode(skip_special_tokens=True)` leaves out, by id; a config may name special tokens that have none."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    named = {token_id for token_id in tokenizer.all_special_ids if token_id is not None}
-    return named | {token_id for token_id, token in added.items() if token.special}
+    ids = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)} - {None}
+    return {token_id: token for token_id in ids if (token := tokenizer.convert_ids_to_tokens(token_id))}
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from llminfer.engine.machine.clock import Clock
-from llminfer.engine.text.detokenizer import Detokenizer, make_detokenizer, special_token_ids
+from llminfer.engine.text.detokenizer import Detokenizer, make_detokenizer, special_tokens
 from llminfer.engine.text.tokenizer import Tokenizer
 from llminfer.errors import UsageError
 from llminfer.events import FinishReason
@@ -99,13 +99,8 @@ def token_limit(
 class Output:
     """Turns generated ids into the text to show, until `reason` says why the run ends.
 
-    Attributes:
-        eos_ids: ids that end the run; their own text is never shown.
-        limit: the most ids to take.
-        token_text: a token's own text, for records.
-        hidden_texts: of tokens that are not shown, the texts that stop texts may be found in.
-        out_of_time: whether the time limit is reached.
-        detail: the EOS id or the stop text that ended the run.
+    The text of `eos_ids` is never shown; `hidden_texts` are not either, but stop texts may be found in them.
+    `token_text` gives a token's own text, for records; `detail` is the EOS id or stop text that ended the run.
     """
 
     detokenizer: Detokenizer
@@ -157,10 +152,7 @@ def make_output(
     eos_ids: frozenset[int] = frozenset(),
     began_s: float = 0.0,
 ) -> Output:
-    """What turns the ids of one run into text and ends it: EOS ids, stop texts, the limit, the time.
-
-    `began_s` is when the run began on the clock.
-    """
+    """What turns the ids of one run, which began at `began_s` on the clock, into text and ends it."""
     max_time_s = stop.max_time_s
     return Output(
         detokenizer=make_detokenizer(tokenizer),
@@ -182,7 +174,5 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _hidden_texts(tokenizer: Tokenizer, stops: Sequence[str]) -> dict[int, str]:
     """The special tokens that a stop text names: they are not shown, and end a run all the same."""
-    if not stops:
-        return {}
-    texts = {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in special_token_ids(tokenizer)}
-    return {token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in stops)}
+    tokens = special_tokens(tokenizer) if stops else {}
+    return {token_id: token for token_id, token in tokens.items() if any(token in stop for stop in stops)}
