@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llminfer.engine.forward.protocol import Forward
-from llminfer.engine.models.capabilities import (
-    check_chunks,
-    layer_types,
-    text_config,
-    why_one_at_a_time,
-)
+from llminfer.engine.models.capabilities import check_chunks, layer_types, text_config, why_one_at_a_time
 from llminfer.engine.models.protocols import CausalLM
 from llminfer.params import CacheOptions
 
@@ -27,6 +23,7 @@ _FIRST_CHUNKS = {"cuda": (32768, frozenset({torch.bfloat16, torch.float16}))}
 _WIDEST_FUSED_HEAD = 256
 # a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
 _WHOLE_PROMPT = frozenset({"quantized", "none"})
+_ALL = sys.maxsize
 # (new ids, ids fed before) to the chunks to feed
 Chunks = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 
@@ -40,12 +37,8 @@ def prefill_chunk(model: CausalLM, options: CacheOptions) -> int | None:
     if options.prefill_chunk is not None:
         check_chunks(model.config, type(model).__name__)
         return options.prefill_chunk
-    whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
-    return None if whole else _first_chunk(model, options)
-
-
-def _first_chunk(model: CausalLM, options: CacheOptions) -> int:
-    """Tokens that may begin a prompt at once: many where attention needs no mask and keeps no scores."""
+    if options.name in _WHOLE_PROMPT or not _takes_pieces(model):
+        return None
     tokens, dtypes = _FIRST_CHUNKS.get(model.device.type, (DEFAULT_PREFILL_CHUNK, frozenset[torch.dtype]()))
     fused = model.dtype in dtypes and options.name != "window" and _is_fused(model)
     return tokens if fused else DEFAULT_PREFILL_CHUNK
@@ -73,11 +66,7 @@ def chunks_for(model: CausalLM, options: CacheOptions) -> Chunks:
     chunk = prefill_chunk(model, options)
     if chunk is not None:
         return _chunks_of(chunk, options.prefill_chunk or DEFAULT_PREFILL_CHUNK)
-    return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
-
-
-def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    yield new_ids
+    return _chunks_of(_ALL, _ALL if options.name == "none" or _takes_pieces(model) else 1)
 
 
 def _chunks_of(first: int, size: int) -> Chunks:
@@ -88,13 +77,6 @@ def _chunks_of(first: int, size: int) -> Chunks:
             start, end = end, end + size
 
     return split
-
-
-def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    if fed == 0:
-        yield new_ids
-    else:
-        yield from ([new_id] for new_id in new_ids)
 
 
 class WrappedForward:
@@ -136,9 +118,7 @@ class ChunkedForward(WrappedForward):
 
     __slots__ = ("_chunks", "_turn")
 
-    def __init__(
-        self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(forward)
         self._chunks, self._turn = chunks, turn
 
