@@ -43,6 +43,7 @@ _PROBES = (3, 6000)
 _PROBE_DTYPE = "bfloat16"
 # a run with values computes all that a model computes, so it gets no more tokens than this
 MOST_REAL_TOKENS = 64
+_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +298,7 @@ def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
         layers = [_distinct(layer) for layer in cache.layers]
         # MiniMax keeps the states of its linear layers beside the list of layers
         states = [_distinct({"linear_cache": state}) for state in getattr(cache, "linear_cache", ())]
-        return [layer | state for layer, state in zip_longest(layers, states, fillvalue={})]
+        return [{**layer, **state} for layer, state in zip_longest(layers, states, fillvalue=_NOTHING)]
     if hasattr(cache, "states_cache"):  # Reformer
         return [
             _distinct({"states": states, "buckets": buckets})
