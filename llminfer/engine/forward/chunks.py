@@ -23,7 +23,6 @@ _FIRST_CHUNKS = {"cuda": (32768, frozenset({torch.bfloat16, torch.float16}))}
 _WIDEST_FUSED_HEAD = 256
 # a quantized cache gives later tokens what is left of earlier ones: in one pass they see the whole of it
 _WHOLE_PROMPT = frozenset({"quantized", "none"})
-_ALL = sys.maxsize
 # (new ids, ids fed before) to the chunks to feed
 Chunks = Callable[[Sequence[int], int], Iterator[Sequence[int]]]
 
@@ -61,15 +60,17 @@ def _takes_pieces(model: CausalLM) -> bool:
     return not own_code and why_one_at_a_time(model.config) is None
 
 
-def chunks_for(model: CausalLM, options: CacheOptions) -> Chunks:
-    """How this model is to be fed when more than one id comes at once."""
+def chunks_for(model: CausalLM, options: CacheOptions, *, one_by_one: bool) -> Chunks:
+    """How this model is to be fed when more than one id comes at once; `one_by_one` on top of a cache."""
     chunk = prefill_chunk(model, options)
-    if chunk is not None:
-        return _chunks_of(chunk, options.prefill_chunk or DEFAULT_PREFILL_CHUNK)
-    return _chunks_of(_ALL, _ALL if options.name == "none" or _takes_pieces(model) else 1)
+    first = chunk or sys.maxsize
+    if one_by_one:
+        size = 1
+    elif chunk is not None:
+        size = options.prefill_chunk or DEFAULT_PREFILL_CHUNK
+    else:
+        size = first if options.name == "none" or _takes_pieces(model) else 1
 
-
-def _chunks_of(first: int, size: int) -> Chunks:
     def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
         start, end = 0, size if fed else first
         while start < len(new_ids):
@@ -79,19 +80,26 @@ def _chunks_of(first: int, size: int) -> Chunks:
     return split
 
 
-class WrappedForward:
-    """Another forward, all of which shows through; for those that change how it is fed."""
+class ChunkedForward:
+    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
 
-    __slots__ = ("_forward",)
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        self._forward, self._chunks, self._turn = forward, chunks, turn
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        return self._forward(new_ids)
+        logits = None
+        for chunk in self._chunks(new_ids, len(self._forward.ids)):
+            with self._turn():
+                logits = self._forward(chunk)
+        if logits is None:
+            raise ValueError("nothing to feed")
+        return logits
 
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        return self._forward.last(new_ids, count)
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._turn():
+            return self._forward.last(new_ids[-count:], count)
 
     @property
     def ids(self) -> Sequence[int]:
@@ -111,28 +119,3 @@ class WrappedForward:
     @property
     def notes(self) -> tuple[str, ...]:
         return self._forward.notes
-
-
-class ChunkedForward(WrappedForward):
-    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
-
-    __slots__ = ("_chunks", "_turn")
-
-    def __init__(self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__(forward)
-        self._chunks, self._turn = chunks, turn
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        logits = None
-        for chunk in self._chunks(new_ids, len(self._forward.ids)):
-            with self._turn():
-                logits = self._forward(chunk)
-        if logits is None:
-            raise ValueError("nothing to feed")
-        return logits
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if len(new_ids) > count:
-            self(new_ids[:-count])
-        with self._turn():
-            return self._forward.last(new_ids[-count:], count)

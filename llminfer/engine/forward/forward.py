@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llminfer.engine.forward.chunks import ChunkedForward, chunks_for
 from llminfer.engine.forward.gqa_attention import grouped_attention
-from llminfer.engine.forward.protocol import Call, Forward, ForwardFactory
+from llminfer.engine.forward.protocol import Call, ForwardFactory
 from llminfer.engine.forward.turns import check_claim, claim, turn_of
 from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.kv_cache.tensors import (
@@ -41,7 +41,8 @@ def make_forward(
     cache: Any = None,
     cached_ids: Sequence[int] = (),
     factory: ForwardFactory | None = None,
-) -> Forward:
+    one_by_one: bool = False,
+) -> ChunkedForward:
     """The forward for this model.
 
     Args:
@@ -50,6 +51,7 @@ def make_forward(
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
         factory: how to feed the model, in place of the way that suits it and the cache.
+        one_by_one: feed what comes on top of a cache one id at a time.
 
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
@@ -66,7 +68,8 @@ def make_forward(
         with turn_of(model), attention():
             yield
 
-    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), chunks_for(model, options), turn)
+    forward = factory(model, cache=cache, cached_ids=cached_ids)
+    return ChunkedForward(forward, chunks_for(model, options, one_by_one=one_by_one), turn)
 
 
 class UncachedForward:
@@ -99,7 +102,7 @@ class UncachedForward:
 
 
 class CachedForward:
-    """What feeding new ids on top of a cache has in common, however a model's inputs are made.
+    """Feeds new ids on top of a cache, however a model's inputs are made.
 
     A model that takes the cache and puts nothing in is fed the whole sequence: the newest token alone gives garbage.
     """
@@ -177,9 +180,8 @@ class CachedForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self._uncached is None:
-            return ()
-        return (f"{type(self._model).__name__} returned no cache: every step recomputed the whole sequence",)
+        note = f"{type(self._model).__name__} returned no cache: every step recomputed the whole sequence"
+        return () if self._uncached is None else (note,)
 
 
 class PlainForward(CachedForward):
