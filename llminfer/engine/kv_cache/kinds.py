@@ -36,10 +36,7 @@ from llminfer.params import DEFAULT_KV_BITS, CacheOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSchedule:
-    """What a run has fed, or will have: prompt tokens by forward, then `steps` of one token.
-
-    `reused` tokens were in the cache before; `room` is what the run may come to hold.
-    """
+    """Prompt tokens by forward, then `steps` of one token, on top of `reused`; `room` is what the run may hold."""
 
     prompt: Sequence[int]
     steps: int
