@@ -12,12 +12,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from typing import Unpack
 
-from torch import Tensor
-
-from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, common_prefix, exact_length, feed
-from llminfer.engine.forward.chunks import WrappedForward
+from llminfer.engine.forward.cache_reuse import FeedMode, choose_feed_mode, common_prefix, exact_length
+from llminfer.engine.forward.chunks import ChunkedForward
 from llminfer.engine.forward.forward import make_forward
-from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.generate import run
 from llminfer.engine.machine.clock import Clock
 from llminfer.engine.model import LoadedModel
@@ -73,7 +70,7 @@ class Conversation:
         self._options = request.cache_for(loaded.execution)
         check_together({"chat", *loaded.execution.given(), *self._options.given()})
         self._drafting()
-        self._forward: _PacedForward | None = None
+        self._forward: ChunkedForward | None = None
         self._feed_mode: FeedMode | None = FeedMode.NEVER if self._options.kind == "none" else None
         self._exact_length = exact_length(loaded.model.config)
         self.messages: tuple[Message, ...] = tuple(messages)
@@ -124,11 +121,11 @@ class Conversation:
             notes = (why_not,) if shared else ()
         del kept  # its cache goes before the next one grows
         factory = loaded.forward_factory_for(self._options)
-        forward = make_forward(loaded.model, options=self._options, factory=factory)
-        self._forward = _PacedForward(forward, self._feed_mode)
+        one_by_one = self._feed_mode is FeedMode.ONE_BY_ONE
+        self._forward = make_forward(loaded.model, options=self._options, factory=factory, one_by_one=one_by_one)
         return OpenForward(forward=self._forward, notes=notes)
 
-    def _why_not(self, kept: _PacedForward, ids: tuple[int, ...], shared: int) -> str | None:
+    def _why_not(self, kept: ChunkedForward, ids: tuple[int, ...], shared: int) -> str | None:
         """Why the cache cannot be gone on with, None when it can; what is no longer said is taken back."""
         everything = f"all {len(ids)} tokens are read anew"
         longest = max(len(ids), len(kept.ids))
@@ -167,17 +164,3 @@ class Conversation:
     def _keep(self, asked: tuple[Message, ...], text: str, reason: FinishReason) -> None:
         if text or reason not in ("interrupted", "error"):
             self.messages = (*asked, Message(role="assistant", content=text))
-
-
-class _PacedForward(WrappedForward):
-    """A forward that feeds new tokens on top of its cache in the way that the model allows."""
-
-    __slots__ = ("_feed_mode",)
-
-    def __init__(self, forward: Forward, mode: FeedMode | None) -> None:
-        super().__init__(forward)
-        self._feed_mode = mode
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        mode = self._feed_mode if self.ids and self._feed_mode is not None else FeedMode.TOGETHER
-        return feed(self._forward, new_ids, mode)

@@ -18,7 +18,6 @@ from transformers import Cache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from llminfer.engine.forward.forward import make_forward
-from llminfer.engine.forward.protocol import Forward
 from llminfer.engine.models.protocols import CausalLM, Config
 
 _HEAD, _TAIL = 5, 3
@@ -49,21 +48,11 @@ def choose_feed_mode(model: CausalLM, ids: Sequence[int]) -> FeedMode:
     except Exception:  # the run itself will meet it and say so
         return FeedMode.NEVER
     limit = _LITTLE if expected.dtype == torch.float32 else _LITTLE_IN_SHORT_TYPES
-    one_by_one = _apart(model, few, FeedMode.ONE_BY_ONE, expected)
+    one_by_one = _apart(model, few, expected, one_by_one=True)
     if not one_by_one <= limit:  # then no answer goes on from its own prompt exactly
         return FeedMode.NEVER
-    together = _apart(model, few, FeedMode.TOGETHER, expected)
-    same = together <= max(_ROUNDING, _TIMES_ROUNDING * one_by_one)
+    same = _apart(model, few, expected, one_by_one=False) <= max(_ROUNDING, _TIMES_ROUNDING * one_by_one)
     return FeedMode.TOGETHER if same else FeedMode.ONE_BY_ONE
-
-
-def feed(forward: Forward, new_ids: Sequence[int], mode: FeedMode) -> Tensor:
-    """Feed ids on top of a cache in the way that the model allows; logits after the last."""
-    chunks = [new_ids] if mode is FeedMode.TOGETHER else [[token_id] for token_id in new_ids]
-    *before, last = chunks
-    for chunk in before:
-        forward(chunk)
-    return forward(last)
 
 
 def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -99,12 +88,12 @@ def _selects_keys(cache: Any) -> bool:
     return isinstance(cache, Cache) and any(isinstance(layer, DynamicIndexedLayer) for layer in cache.layers)
 
 
-def _apart(model: CausalLM, ids: Sequence[int], mode: FeedMode, expected: Tensor) -> float:
+def _apart(model: CausalLM, ids: Sequence[int], expected: Tensor, *, one_by_one: bool) -> float:
     """How far the logits after a continuation are from those expected, in units of their spread."""
     try:
-        forward = make_forward(model)
+        forward = make_forward(model, one_by_one=one_by_one)
         forward(ids[:_HEAD])
-        ours = feed(forward, ids[_HEAD:], mode).float()
+        ours = forward(ids[_HEAD:]).float()
     except Exception:  # a model that cannot be fed this way may say so in any manner
         return math.inf
     expected = expected.float()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llminfer.engine.forward.protocol import Forward
-from llminfer.engine.models.capabilities import (
-    check_chunks,
-    layer_types,
-    text_config,
-    why_one_at_a_time,
-)
+from llminfer.engine.models.capabilities import check_chunks, layer_types, text_config, why_one_at_a_time
 from llminfer.engine.models.protocols import CausalLM
 from llminfer.params import CacheOptions
 
@@ -40,12 +36,8 @@ def prefill_chunk(model: CausalLM, options: CacheOptions) -> int | None:
     if options.prefill_chunk is not None:
         check_chunks(model.config, type(model).__name__)
         return options.prefill_chunk
-    whole = options.name in _WHOLE_PROMPT or not _takes_pieces(model)
-    return None if whole else _first_chunk(model, options)
-
-
-def _first_chunk(model: CausalLM, options: CacheOptions) -> int:
-    """Tokens that may begin a prompt at once: many where attention needs no mask and keeps no scores."""
+    if options.name in _WHOLE_PROMPT or not _takes_pieces(model):
+        return None
     tokens, dtypes = _FIRST_CHUNKS.get(model.device.type, (DEFAULT_PREFILL_CHUNK, frozenset[torch.dtype]()))
     fused = model.dtype in dtypes and options.name != "window" and _is_fused(model)
     return tokens if fused else DEFAULT_PREFILL_CHUNK
@@ -68,19 +60,17 @@ def _takes_pieces(model: CausalLM) -> bool:
     return not own_code and why_one_at_a_time(model.config) is None
 
 
-def chunks_for(model: CausalLM, options: CacheOptions) -> Chunks:
-    """How this model is to be fed when more than one id comes at once."""
+def chunks_for(model: CausalLM, options: CacheOptions, *, one_by_one: bool) -> Chunks:
+    """How this model is to be fed when more than one id comes at once; `one_by_one` on top of a cache."""
     chunk = prefill_chunk(model, options)
-    if chunk is not None:
-        return _chunks_of(chunk, options.prefill_chunk or DEFAULT_PREFILL_CHUNK)
-    return _all_at_once if options.name == "none" or _takes_pieces(model) else _one_at_a_time
+    first = chunk or sys.maxsize
+    if one_by_one:
+        size = 1
+    elif chunk is not None:
+        size = options.prefill_chunk or DEFAULT_PREFILL_CHUNK
+    else:
+        size = first if options.name == "none" or _takes_pieces(model) else 1
 
-
-def _all_at_once(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    yield new_ids
-
-
-def _chunks_of(first: int, size: int) -> Chunks:
     def split(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
         start, end = 0, size if fed else first
         while start < len(new_ids):
@@ -90,26 +80,26 @@ def _chunks_of(first: int, size: int) -> Chunks:
     return split
 
 
-def _one_at_a_time(new_ids: Sequence[int], fed: int) -> Iterator[Sequence[int]]:
-    if fed == 0:
-        yield new_ids
-    else:
-        yield from ([new_id] for new_id in new_ids)
+class ChunkedForward:
+    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
 
-
-class WrappedForward:
-    """Another forward, all of which shows through; for those that change how it is fed."""
-
-    __slots__ = ("_forward",)
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        self._forward, self._chunks, self._turn = forward, chunks, turn
 
     def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        return self._forward(new_ids)
+        logits = None
+        for chunk in self._chunks(new_ids, len(self._forward.ids)):
+            with self._turn():
+                logits = self._forward(chunk)
+        if logits is None:
+            raise ValueError("nothing to feed")
+        return logits
 
     def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        return self._forward.last(new_ids, count)
+        if len(new_ids) > count:
+            self(new_ids[:-count])
+        with self._turn():
+            return self._forward.last(new_ids[-count:], count)
 
     @property
     def ids(self) -> Sequence[int]:
@@ -129,30 +119,3 @@ class WrappedForward:
     @property
     def notes(self) -> tuple[str, ...]:
         return self._forward.notes
-
-
-class ChunkedForward(WrappedForward):
-    """Feeds another forward chunk by chunk, so that a long prompt never is in the model all at once."""
-
-    __slots__ = ("_chunks", "_turn")
-
-    def __init__(
-        self, forward: Forward, chunks: Chunks, turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        super().__init__(forward)
-        self._chunks, self._turn = chunks, turn
-
-    def __call__(self, new_ids: Sequence[int]) -> Tensor:
-        logits = None
-        for chunk in self._chunks(new_ids, len(self._forward.ids)):
-            with self._turn():
-                logits = self._forward(chunk)
-        if logits is None:
-            raise ValueError("nothing to feed")
-        return logits
-
-    def last(self, new_ids: Sequence[int], count: int) -> Tensor:
-        if len(new_ids) > count:
-            self(new_ids[:-count])
-        with self._turn():
-            return self._forward.last(new_ids[-count:], count)

@@ -1,21 +1,12 @@
-"""One forward pass as a callable from new ids to the last position's logits.
+"""One forward pass as a callable from new ids to the last position's logits, in the way that suits model and cache.
 
-Four ways, chosen before the loop starts so that the loop knows nothing of them:
-
-- `PlainForward`: new ids, positions and the cache, for models that prepare their inputs as
-  transformers does by default;
-- `PreparedForward`: through the model's own `prepare_inputs_for_generation`, for all others;
-- `WindowForward`: plain, with a mask for a cache that keeps a window;
-- `UncachedForward`: the textbook loop that feeds the whole sequence each step.
-
-`ChunkedForward` stands before each of them and feeds a long prompt in chunks.
+`ChunkedForward` stands before each of the ways and feeds a long prompt in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +15,7 @@ from torch import Tensor
 
 from llminfer.engine.forward.chunks import ChunkedForward, chunks_for
 from llminfer.engine.forward.gqa_attention import grouped_attention
-from llminfer.engine.forward.protocol import Call, Forward, ForwardFactory
+from llminfer.engine.forward.protocol import Call, ForwardFactory
 from llminfer.engine.forward.turns import check_claim, claim, turn_of
 from llminfer.engine.kv_cache.kinds import make_cache
 from llminfer.engine.kv_cache.tensors import (
@@ -50,7 +41,8 @@ def make_forward(
     cache: Any = None,
     cached_ids: Sequence[int] = (),
     factory: ForwardFactory | None = None,
-) -> Forward:
+    one_by_one: bool = False,
+) -> ChunkedForward:
     """The forward for this model.
 
     Args:
@@ -59,6 +51,7 @@ def make_forward(
         cache: what to go on from, in place of an empty cache.
         cached_ids: the ids that `cache` holds.
         factory: how to feed the model, in place of the way that suits it and the cache.
+        one_by_one: feed what comes on top of a cache one id at a time.
 
     Raises:
         UnsupportedArchitecture: for a model that cannot have this cache, or cannot be fed in chunks.
@@ -69,21 +62,19 @@ def make_forward(
     by_model = PlainForward if prepares_by_default(model) else PreparedForward
     factory = factory or _FACTORIES.get(options.name, by_model)
     attention = grouped_attention if options.name == "growing" else nullcontext
-    turn = partial(_turn, model, attention)
-    return ChunkedForward(factory(model, cache=cache, cached_ids=cached_ids), chunks_for(model, options), turn)
 
+    @contextmanager
+    def turn() -> Iterator[None]:
+        with turn_of(model), attention():
+            yield
 
-@contextmanager
-def _turn(model: CausalLM, attention: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """No other thread is in the model's forward while this is open."""
-    with turn_of(model), attention():
-        yield
+    forward = factory(model, cache=cache, cached_ids=cached_ids)
+    return ChunkedForward(forward, chunks_for(model, options, one_by_one=one_by_one), turn)
 
 
 class UncachedForward:
     """Feeds the whole sequence each step, so a step's cost grows with the sequence."""
 
-    __slots__ = ("_accepts_positions", "_keyword_arguments", "_model", "ids")
     kv_bytes = cache = None
     notes: tuple[str, ...] = ()
 
@@ -101,7 +92,7 @@ class UncachedForward:
         arguments = _keeping(count, self._keyword_arguments)
         if self._accepts_positions:
             arguments["position_ids"] = _positions(ids, 0)
-        logits = _last_logits(self._model(input_ids=ids, **arguments), count)
+        logits = self._model(input_ids=ids, **arguments).logits[0, -count:]
         self.ids.extend(new_ids)
         return logits
 
@@ -111,14 +102,10 @@ class UncachedForward:
 
 
 class CachedForward:
-    """What feeding new ids on top of a cache has in common, however a model's inputs are made.
+    """Feeds new ids on top of a cache, however a model's inputs are made.
 
     A model that takes the cache and puts nothing in is fed the whole sequence: the newest token alone gives garbage.
     """
-
-    __slots__ = (
-        *("_accepts_positions", "_cache", "_device", "_ids", "_model", "_owner", "_stateful", "_torn", "_uncached"),
-    )
 
     def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         self._model = model
@@ -154,7 +141,7 @@ class CachedForward:
         self._went_on(outputs)
         self._torn = False
         self._ids.extend(new_ids)
-        return _last_logits(outputs, count)
+        return outputs.logits[0, -count:]
 
     def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
         """What to call, and its arguments for the logits of the last `count` of these ids."""
@@ -193,16 +180,12 @@ class CachedForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        name = type(self._model).__name__
-        return (
-            () if self._uncached is None else (f"{name} returned no cache: every step recomputed the whole sequence",)
-        )
+        note = f"{type(self._model).__name__} returned no cache: every step recomputed the whole sequence"
+        return () if self._uncached is None else (note,)
 
 
 class PlainForward(CachedForward):
     """Feeds the new ids and their positions; keys and values of the others come from the cache."""
-
-    __slots__ = ("_keyword_arguments", "_step")
 
     def __init__(
         self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = (), step: Call | None = None
@@ -213,9 +196,9 @@ class PlainForward(CachedForward):
 
     def _prepared(self, new_ids: Sequence[int], count: int) -> tuple[Call, dict[str, Any]]:
         ids = _tensor(new_ids, self._device)
-        arguments = {**_keeping(count, self._keyword_arguments), "cache": self._cache, **self._arguments(ids)}
         call = self._step if self._ids and len(new_ids) == 1 else self._model
-        return call, {"input_ids": ids, **arguments}
+        arguments = _keeping(count, self._keyword_arguments)
+        return call, {"input_ids": ids, **arguments, "cache": self._cache, **self._arguments(ids)}
 
     def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
         return {"position_ids": _positions(ids, len(self._ids))} if self._accepts_positions else {}
@@ -224,19 +207,14 @@ class PlainForward(CachedForward):
 class WindowForward(PlainForward):
     """Says which of the kept tokens each new one may attend to, for a cache that keeps a window."""
 
-    __slots__ = ()
-
     def _arguments(self, ids: Tensor) -> dict[str, Tensor]:
-        mask = window_mask(
-            len(self._ids), ids.shape[-1], self._cache.window, dtype=self._model.dtype, device=ids.device
-        )
+        past, new = len(self._ids), ids.shape[-1]
+        mask = window_mask(past, new, self._cache.window, dtype=self._model.dtype, device=ids.device)
         return {**super()._arguments(ids), "attention_mask": mask}
 
 
 class PreparedForward(CachedForward):
     """Asks the model to prepare each step's inputs from the whole sequence, as `generate()` does."""
-
-    __slots__ = ("_kwargs", "_sequence")
 
     def __init__(self, model: CausalLM, *, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         super().__init__(model, cache=cache, cached_ids=cached_ids)
@@ -305,7 +283,3 @@ def _positions(ids: Tensor, start: int) -> Tensor:
 def _keeping(count: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that ask for the logits of so many last positions, where the model can leave out the others."""
     return {**arguments, "logits_to_keep": count} if "logits_to_keep" in arguments else dict(arguments)
-
-
-def _last_logits(outputs: Outputs, count: int) -> Tensor:
-    return outputs.logits[0, -count:]

@@ -23,6 +23,8 @@ _STOCK = "sdpa"
 # the threads whose forwards attend through us; transformers has one table of functions for all threads
 _ATTENDING: list[int] = []
 _CHANGE = Lock()
+# arguments that change the scores; a mask and dropout are named ones
+_ALTER_SCORES = ("position_bias", "softcap", "s_aux")
 
 
 @contextmanager
@@ -42,13 +44,10 @@ def grouped_attention() -> Iterator[None]:
         with _CHANGE:
             _ATTENDING.remove(get_ident())
             if not _ATTENDING:
-                _restore(ALL_ATTENTION_FUNCTIONS[_STOCK].args[0])
-
-
-def _restore(before: Any) -> None:
-    del ALL_ATTENTION_FUNCTIONS[_STOCK]
-    if ALL_ATTENTION_FUNCTIONS.get(_STOCK) is not before:  # somebody else's replacement
-        ALL_ATTENTION_FUNCTIONS[_STOCK] = before
+                before = ALL_ATTENTION_FUNCTIONS[_STOCK].args[0]
+                del ALL_ATTENTION_FUNCTIONS[_STOCK]
+                if ALL_ATTENTION_FUNCTIONS.get(_STOCK) is not before:  # somebody else's replacement
+                    ALL_ATTENTION_FUNCTIONS[_STOCK] = before
 
 
 def _attend_here(stock: Callable[..., Any], *arguments: Any, **keyword_arguments: Any) -> Any:
@@ -90,7 +89,3 @@ def attend(
     packed = query.reshape(batch, query_heads // groups, groups, dim)
     output = scaled_dot_product_attention(packed, key, value, scale=scaling)
     return output.reshape(batch, 1, query_heads, value.shape[-1]), None
-
-
-# arguments that change the scores; a mask and dropout are named ones
-_ALTER_SCORES = ("position_bias", "softcap", "s_aux")

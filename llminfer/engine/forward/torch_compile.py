@@ -41,7 +41,6 @@ from llminfer.text import reason_of
 # raise it whenever the graph that we hand to the compiler is made in another way
 _GRAPH_FORMAT = 1
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_DROP = "drop --compile"
 # tokens that a static layer has room for at least, and a power of two of them beyond: each length is
 # a graph of its own, and compiling one costs more than a longer mask
 _LEAST_ROOM_TOKENS = 256
@@ -55,13 +54,7 @@ _COUNTERS = r".*cumulative_length_int"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """A compiled forward of one token, ready to run, or why there is none.
-
-    Attributes:
-        call: takes the arguments of the model; None when the model itself is to be called.
-        compile_s: what making it took, loading kernels from the disk included.
-        notes: why the model is called as it is.
-    """
+    """A compiled forward of one token, or `notes` that say why there is none and the model is called as it is."""
 
     call: Call | None
     compile_s: float
@@ -78,13 +71,12 @@ def check_compiled(config: Config, source: str, *, known: type[CausalLM] | None 
     Raises:
         UnsupportedArchitecture: with the reason.
     """
-    reason = why_not_compiled(config, known or model_class(config))
+    reason = _why_not_compiled(config, known or model_class(config))
     if reason is not None:
-        raise UnsupportedArchitecture(f"{source} cannot be compiled: {reason}", hint=_DROP)
+        raise UnsupportedArchitecture(f"{source} cannot be compiled: {reason}", hint="drop --compile")
 
 
-def why_not_compiled(config: Config, known: type[CausalLM] | None) -> str | None:
-    """Why a model of this config and class cannot be compiled; None when it can."""
+def _why_not_compiled(config: Config, known: type[CausalLM] | None) -> str | None:
     model_type = text_config(config).model_type
     if known is None:
         return "it brings its own code, of which nothing is known"
@@ -113,18 +105,16 @@ def compile_step(model: CausalLM, room: int) -> CompiledStep:
     Whatever fails in the compiler is a note, and the model is then called as it is.
     """
     start_s = time.perf_counter()
-    missing = _missing_compiler(model.device)
-    if missing is not None:
-        return CompiledStep(call=None, compile_s=time.perf_counter() - start_s, notes=(missing,))
     call: Call | None = None
-    notes: tuple[str, ...] = ()
-    try:
-        with _compiler_settings():
-            call = _warm(model, room)
-    except Exception as error:  # whatever the compiler and the tools that it calls may raise
-        cause = getattr(error, "inner_exception", error)
-        notes = (f"not compiled, since torch.compile failed: {reason_of(cause)}",)
-    return CompiledStep(call=call, compile_s=time.perf_counter() - start_s, notes=notes)
+    note = _missing_compiler(model.device)
+    if note is None:
+        try:
+            with _compiler_settings():
+                call = _warm(model, room)
+        except Exception as error:  # whatever the compiler and the tools that it calls may raise
+            cause = getattr(error, "inner_exception", error)
+            note = f"not compiled, since torch.compile failed: {reason_of(cause)}"
+    return CompiledStep(call=call, compile_s=time.perf_counter() - start_s, notes=(note,) if note else ())
 
 
 def _missing_compiler(device: torch.device) -> str | None:
@@ -156,9 +146,8 @@ def _compiler_settings() -> Iterator[None]:
 
 def _warm(model: CausalLM, room: int) -> Call:
     """The compiled call, run on a scratch cache in every state that a run within the room may come to."""
-    compiled = torch.compile(
-        _run, backend=_matvec_backend if model.device.type == "cpu" else "inductor", fullgraph=True
-    )
+    backend = _matvec_backend if model.device.type == "cpu" else "inductor"
+    compiled = torch.compile(_run, backend=backend, fullgraph=True)
     cache = StaticCache(config=text_config(model.config), max_cache_len=room)
     _run(model, **_arguments(model, cache, start=0, tokens=_SCRATCH_TOKENS))
     compiled(model, **_arguments(model, cache, start=_SCRATCH_TOKENS, tokens=1))

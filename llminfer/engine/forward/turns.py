@@ -8,30 +8,30 @@ and some keep the states of the sequence there; of those the newest run has the 
 from __future__ import annotations
 
 from threading import Lock
-from typing import Any
 from weakref import WeakKeyDictionary
 
+from llminfer.engine.models.protocols import CausalLM
 from llminfer.errors import GenerationFailed
 
-_TURNS: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
-_OWNERS: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+_TURNS: WeakKeyDictionary[CausalLM, Lock] = WeakKeyDictionary()
+_OWNERS: WeakKeyDictionary[CausalLM, object] = WeakKeyDictionary()
 _TABLE = Lock()
 
 
-def turn_of(model: Any) -> Lock:
+def turn_of(model: CausalLM) -> Lock:
     """The lock that a forward of this model holds from its first layer to its last."""
     with _TABLE:
         return _TURNS.setdefault(model, Lock())
 
 
-def claim(model: Any) -> object:
+def claim(model: CausalLM) -> object:
     """Take over what the model keeps in itself; returned is what `check_claim` knows the run by."""
     with _TABLE:
         owner = _OWNERS[model] = object()
         return owner
 
 
-def check_claim(model: Any, owner: object) -> None:
+def check_claim(model: CausalLM, owner: object) -> None:
     """Refuse to go on with states that are another run's by now.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llminfer.engine.kv_cache.layers import STATES, row_of
-from llminfer.engine.models.protocols import LayeredCache
+from llminfer.engine.models.protocols import CacheLayer, LayeredCache
 
 
 def can_join(cache: LayeredCache, tokens: int) -> bool:
@@ -25,14 +25,16 @@ def can_join(cache: LayeredCache, tokens: int) -> bool:
     more: models that add places of their own (a learned prefix, a mask token) count them otherwise.
     """
     # exactly this class: one derived from it may keep more than its layers
-    if type(cache) is not DynamicCache or not cache.layers:
-        return False
-    return all(row_of(layer).joins for layer in cache.layers) and all(
-        layer.get_seq_length() == tokens
-        for layer in cache.layers
-        # a layer for an image that is not there stays empty
-        if row_of(layer).has_tokens and layer.is_initialized
-    )
+    return type(cache) is DynamicCache and bool(cache.layers) and all(_joins(layer, tokens) for layer in cache.layers)
+
+
+def _joins(layer: CacheLayer, tokens: int) -> bool:
+    # a layer for an image that is not there stays empty
+    return row_of(layer).joins and (not _keeps_tokens(layer) or layer.get_seq_length() == tokens)
+
+
+def _keeps_tokens(layer: CacheLayer) -> bool:
+    return row_of(layer).has_tokens and layer.is_initialized
 
 
 def has_tokens(cache: LayeredCache) -> bool:
@@ -41,14 +43,7 @@ def has_tokens(cache: LayeredCache) -> bool:
 
 
 class JoinedCache:
-    """One transformers cache for several rows, each with a length of its own.
-
-    Attributes:
-        cache: the cache to hand to the model, None while there is no row.
-        lengths: cached tokens of each row.
-    """
-
-    __slots__ = ("cache", "lengths")
+    """One transformers cache for several rows (None while there is none), and the cached tokens of each row."""
 
     def __init__(self) -> None:
         self.cache: Any = None
@@ -117,7 +112,7 @@ class JoinedCache:
 
 def _set_length(layer: Any, before: int, after: int) -> None:
     """Pad on the left, or cut there, so that a layer of `before` tokens counts as one of `after`."""
-    if before == after or not row_of(layer).has_tokens or not layer.is_initialized:
+    if before == after or not _keeps_tokens(layer):
         return
     kept = after
     if row_of(layer).slides:
@@ -137,7 +132,7 @@ def _fit(states: Tensor, length: int) -> Tensor:
 
 def _each_tensor(ours: Any, theirs: Any, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replace every row-wise tensor of a layer by what `combine` makes of it and the other layer's."""
-    if row_of(ours).has_tokens and ours.is_initialized:
+    if _keeps_tokens(ours):
         ours.keys, ours.values = combine(ours.keys, theirs.keys), combine(ours.values, theirs.values)
     if row_of(ours).has_states:
         for name in STATES:

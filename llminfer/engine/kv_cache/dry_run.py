@@ -1,17 +1,17 @@
 """What a model's cache really holds: its own classes, run without weights, and their tensors walked.
 
-`dry_run` builds the model of a config on the `meta` device, where tensors have shapes but no
-memory, decodes a few tokens the way `generate` does and reads every tensor of the cache. It takes
-seconds and no memory to speak of, whatever the model's size. A model whose code looks at values
-runs on the CPU instead, a few tokens through weights that are one zero each.
+The model is built on the `meta` device, where tensors have shapes but no memory, and decodes a few
+tokens the way `generate` does. A model whose code looks at values runs on the CPU instead, a few
+tokens through weights that are one zero each.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from llminfer.engine.kv_cache.tensors import MODULE_STATES, returned_cache
 from llminfer.engine.models.protocols import CausalLM
 from llminfer.engine.models.quirks import quirks_of
 from llminfer.errors import LlminferError, UnsupportedArchitecture
-from llminfer.kv.config import text_config
-from llminfer.kv.context import scaled_context
+from llminfer.kv.config import ConfigView, text_config
+from llminfer.kv.context import context_limit
 from llminfer.kv.dtypes import element_type
 from llminfer.kv.footprint import footprint
 from llminfer.kv.layer import LayerKV, ModelKV, PerToken, State
@@ -43,6 +43,7 @@ _PROBES = (3, 6000)
 _PROBE_DTYPE = "bfloat16"
 # a run with values computes all that a model computes, so it gets no more tokens than this
 MOST_REAL_TOKENS = 64
+_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,8 @@ class LayerBytes:
     views of something larger, and counted for the first layer where several are views of one.
     """
 
-    tensors: tuple[TensorBytes, ...] = ()
-    storage_bytes: int = 0
+    tensors: tuple[TensorBytes, ...]
+    storage_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -74,10 +75,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A cache after `tokens` tokens of every sequence went through the model.
-
-    `real` says that its tensors had values, since the model does not run without.
-    """
+    """A cache after `tokens` tokens of every sequence; `real` where the model does not run without values."""
 
     tokens: int
     layers: tuple[LayerBytes, ...]
@@ -114,8 +112,7 @@ def dry_run(
     `MOST_REAL_TOKENS` tokens go through weights of zero, on which no size depends.
 
     Raises:
-        UnsupportedArchitecture: when transformers has no causal language model for the config, or
-            it cannot run so.
+        UnsupportedArchitecture: when transformers has no causal language model for the config, or it cannot run.
     """
     model_type = str(config.get("model_type") or "")
     try:
@@ -149,12 +146,13 @@ def dry_run_model(config: Mapping[str, Any], *, source: str, name: str | None = 
         UnsupportedArchitecture: when it cannot run, or a tensor grows in another way.
     """
     short, long = (dry_run(config, tokens=tokens, steps=0, dtype=_PROBE_DTYPE)[0] for tokens in _PROBES)
+    text = text_config(config)
     model = ModelKV(
         name=name or source,
         model_type=str(config.get("model_type") or ""),
         layers=tuple(_as_record(source, *pair) for pair in zip(short.layers, long.layers, strict=True)),
-        dtype=_dtype_name(config),
-        context_limit=_context_limit(config),
+        dtype=element_type(str(text.get("dtype") or text.get("torch_dtype") or "float32")).name,
+        context_limit=context_limit(ConfigView(config=text, source=source)),
         method="dry run",
     )
     # a prefill does not show what a step keeps: windows that begin with the answer, tokens set apart
@@ -186,12 +184,9 @@ def measure_model(model: CausalLM, cache: Any) -> tuple[LayerBytes, ...]:
 
 
 def decode(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
-    """Feed `ids`, then `steps` single tokens, as `generate` would.
+    """Feed `ids`, then `steps` single tokens, as `generate` would; after each forward the tokens seen and the cache.
 
     The model prepares its own inputs, so types that take more than ids (or take them otherwise) work.
-
-    Yields:
-        The tokens seen so far and the cache, after each forward.
     """
     if quirks_of(model.config.model_type).prompt_without_cache:
         yield from decode_plainly(model, ids, steps=steps)
@@ -238,15 +233,15 @@ def _without_looks(model: Any) -> Any:
 def _with_zeros(model: Any) -> Any:
     """The model with values that take no memory: one zero under the shape of every weight."""
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                zeros = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-                tensors[name] = (
-                    torch.nn.Parameter(zeros, requires_grad=False) if tensors is module._parameters else zeros.clone()
-                )
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            module._parameters[name] = torch.nn.Parameter(_zero(tensor), requires_grad=False)
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = _zero(tensor).clone()
     return model
+
+
+def _zero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
 def _rows(model: CausalLM) -> int:
@@ -257,54 +252,31 @@ def _rows(model: CausalLM) -> int:
 def _as_record(source: str, short: LayerBytes, long: LayerBytes) -> LayerKV:
     """One layer's record from its tensors at two lengths."""
     few, many = _PROBES
-    before = {tensor.name: tensor for tensor in short.tensors}
+    before = {tensor.name: tensor.shape for tensor in short.tensors}
     tensors: list[PerToken] = []
     states: list[State] = []
     windows: set[int] = set()
     for tensor in long.tensors:
-        old = before.get(tensor.name)
-        shape = () if old is None else old.shape
-        changed = [axis for axis, size in enumerate(shape) if size != tensor.shape[axis]]
-        if old is not None and not changed:
+        dtype = None if tensor.dtype == _PROBE_DTYPE else tensor.dtype
+        shape = before.get(tensor.name, ())
+        if tensor.name in before and shape == tensor.shape:
             role = "conv" if "conv" in tensor.name else "recurrent"
-            states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=_pinned(tensor), role=role))
+            states.append(State(name=tensor.name, shape=tensor.shape[1:], dtype=dtype, role=role))
             continue
-        if old is None or len(changed) != 1 or old.shape[changed[0]] != few:
+        changed = [axis for axis, size in enumerate(shape) if size != tensor.shape[axis]]
+        if len(changed) != 1 or shape[changed[0]] != few:
             raise UnsupportedArchitecture(f"{source}: cannot tell how the tensor {tensor.name} of a dry run grows")
         kept = tensor.shape[changed[0]]
         if kept != many:
             windows.add(kept + 1)  # the newest token is seen and not kept
-        elements = math.prod(tensor.shape) // kept
         # heads are the second of four dimensions: batch, heads, tokens, width
         heads = tensor.shape[1] if len(tensor.shape) == 4 and changed[0] == 2 else 1
-        tensors.append(
-            PerToken(
-                name=tensor.name,
-                heads=heads,
-                dim=elements // heads,
-                dtype=_pinned(tensor),
-                windowed=kept != many,
-            )
-        )
+        width = math.prod(tensor.shape) // kept // heads
+        tensors.append(PerToken(name=tensor.name, heads=heads, dim=width, dtype=dtype, windowed=kept != many))
     if len(windows) > 1:
         raise UnsupportedArchitecture(f"{source}: a layer of a dry run has windows of {sorted(windows)}")
     kind = "none" if not long.tensors else "sliding" if windows else "full" if tensors else "linear"
     return LayerKV(kind=kind, tensors=tuple(tensors), states=tuple(states), window=windows.pop() if windows else None)
-
-
-def _pinned(tensor: TensorBytes) -> str | None:
-    return None if tensor.dtype == _PROBE_DTYPE else tensor.dtype
-
-
-def _dtype_name(config: Mapping[str, Any]) -> str:
-    part = text_config(config)
-    return element_type(str(part.get("dtype") or part.get("torch_dtype") or "float32")).name
-
-
-def _context_limit(config: Mapping[str, Any]) -> int | None:
-    part = text_config(config)
-    limit, rope = part.get("max_position_embeddings"), part.get("rope_scaling") or part.get("rope_parameters")
-    return scaled_context(limit, rope, model_type=str(part.get("model_type"))) if isinstance(limit, int) else None
 
 
 def decode_plainly(model: CausalLM, ids: torch.Tensor, *, steps: int) -> Iterator[tuple[int, Any]]:
@@ -325,10 +297,8 @@ def _layer_tensors(cache: Any) -> list[dict[str, torch.Tensor]]:
     if isinstance(cache, Cache):
         layers = [_distinct(layer) for layer in cache.layers]
         # MiniMax keeps the states of its linear layers beside the list of layers
-        for index, state in enumerate(getattr(cache, "linear_cache", ())):
-            layers.extend({} for _ in range(index + 1 - len(layers)))
-            layers[index] |= _distinct({"linear_cache": state})
-        return layers
+        states = [_distinct({"linear_cache": state}) for state in getattr(cache, "linear_cache", ())]
+        return [{**layer, **state} for layer, state in zip_longest(layers, states, fillvalue=_NOTHING)]
     if hasattr(cache, "states_cache"):  # Reformer
         return [
             _distinct({"states": states, "buckets": buckets})
@@ -352,21 +322,18 @@ def _distinct(holder: object) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def _measure(layers: list[dict[str, torch.Tensor]]) -> tuple[LayerBytes, ...]:
+def _measure(layers: Iterable[Mapping[str, torch.Tensor]]) -> tuple[LayerBytes, ...]:
     counted: set[int] = set()  # what several layers are views of (RWKV's states) is allocated once
     measured = []
     for tensors in layers:
         storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors.values()}
-        rows = tuple(
-            TensorBytes(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                size_bytes=tensor.numel() * tensor.element_size(),
-            )
-            for name, tensor in tensors.items()
-        )
         stored = sum(size for storage, size in storages.items() if storage not in counted)
         counted |= storages.keys()
+        rows = tuple(_tensor_bytes(name, tensor) for name, tensor in tensors.items())
         measured.append(LayerBytes(tensors=rows, storage_bytes=stored))
     return tuple(measured)
+
+
+def _tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorBytes(name=name, shape=tuple(tensor.shape), dtype=dtype, size_bytes=tensor.nbytes)

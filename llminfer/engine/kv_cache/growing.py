@@ -11,7 +11,6 @@ Layers of other kinds (recurrent, compressed, hybrid, shared) stay transformers'
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     end: int = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty buffers for states of this form, whose number of tokens does not matter."""
+        """Make empty buffers for states of this form, of any number of tokens."""
         self.device = key_states.device
         self.key_buffer, self.value_buffer = _empty_like(key_states, 0), _empty_like(value_states, 0)
         self.begin = self.end = 0
@@ -96,21 +95,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def reset(self) -> None:
         """Empty the layer and let go of its buffers."""
-        self.key_buffer = self.value_buffer = None
-        self.begin = self.end = 0
         super().reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of the batch in this order."""
-        self._each_buffer(lambda buffer: buffer.index_select(0, beam_idx.to(buffer.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._each_buffer(lambda buffer: buffer.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch."""
-        self._each_buffer(lambda buffer: buffer[indices, ...])
+        self.begin = self.end = 0
 
     @property
     def keys(self) -> Tensor | None:
@@ -149,16 +135,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def _move(self, places: int) -> None:
         """Move what is kept to the front of new buffers."""
-        keys, values = self._moved(self.key_buffer, places), self._moved(self.value_buffer, places)
+        keys, values = _placed(self.keys, places), _placed(self.values, places)
         # nothing is called between these, so an interrupt finds the layer before the move or after it
         self.begin, self.end = 0, self.end - self.begin
         self.key_buffer, self.value_buffer = keys, values
-
-    def _moved(self, buffer: Tensor | None, places: int) -> Tensor:
-        assert buffer is not None
-        new = _empty_like(buffer, places)
-        new[..., : self.end - self.begin, :].copy_(buffer[..., self.begin : self.end, :])
-        return new
 
     def _replaced(self, states: Tensor | None) -> Tensor | None:
         """A buffer that holds these states from the front, in place of the one before."""
@@ -167,13 +147,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         if self.begin:
             self._move(self._places())
         self.end = states.shape[-2]
-        buffer = _empty_like(states, max(self._capacity(self.get_seq_length()), self.end))
-        buffer[..., : self.end, :].copy_(states)
-        return buffer
-
-    def _each_buffer(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.key_buffer is not None and self.value_buffer is not None:
-            self.key_buffer, self.value_buffer = change(self.key_buffer), change(self.value_buffer)
+        return _placed(states, max(self._capacity(self.get_seq_length()), self.end))
 
 
 class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -187,12 +161,12 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
     """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty buffers for states of this form."""
+        """As a growing layer's."""
         super().lazy_initialization(key_states, value_states)
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)  # type: ignore[has-type]
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` more as written behind `end`, in places that were reserved."""
+        """As a growing layer's; what leaves the window is no longer kept."""
         self.end += tokens
         self.cumulative_length += tokens
         if not self.record_past:
@@ -228,13 +202,11 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
         return capacity(tokens, self.sliding_window)
 
     def _first_kept(self, end: int) -> int:
-        if self.sliding_window == 1:
-            return self.begin
-        return max(self.begin, end - int(self.sliding_window) + 1)
+        return self.begin if self.sliding_window == 1 else max(self.begin, end - int(self.sliding_window) + 1)
 
 
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):  # type: ignore[misc]
-    """Keys and values of every token as a growing layer, the indexer's keys as transformers keeps them."""
+    """Keys and values as a growing layer's, the indexer's keys as transformers keeps them."""
 
 
 def _empty_like(states: Tensor, places: int) -> Tensor:
@@ -242,6 +214,14 @@ def _empty_like(states: Tensor, places: int) -> Tensor:
     # an inference tensor could not be written to outside of inference mode
     with torch.inference_mode(False):
         return torch.empty((*states.shape[:-2], places, states.shape[-1]), dtype=states.dtype, device=states.device)
+
+
+def _placed(states: Tensor | None, places: int) -> Tensor:
+    """A buffer with so many places that begins with these states."""
+    assert states is not None
+    buffer = _empty_like(states, places)
+    buffer[..., : states.shape[-2], :].copy_(states)
+    return buffer
 
 
 def _check_negative(tokens_to_remove: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from transformers import DynamicCache, QuantizedCache, StaticCache
@@ -31,15 +33,10 @@ from llminfer.kv.quantizers import quantizer
 from llminfer.kv.runtimes.transformers_quantized import GROUP_ELEMENTS, waiting_tokens
 from llminfer.params import DEFAULT_KV_BITS, CacheOptions
 
-_FULL = "full_attention"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSchedule:
-    """What a run has fed, or will have: prompt tokens by forward, then `steps` of one token.
-
-    `reused` tokens were in the cache before; `room` is what the run may come to hold.
-    """
+    """Prompt tokens by forward, then `steps` of one token, on top of `reused`; `room` is what the run may hold."""
 
     prompt: Sequence[int]
     steps: int
@@ -54,11 +51,11 @@ class TokenSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A model that may or may not be able to have a cache: its config, its class where known, its name in errors."""
+    """A model that may or may not be able to have a cache: its config, its class where known."""
 
     config: Config
     model_class: type[CausalLM] | None
-    source: str
+    options: CacheOptions
 
     @property
     def model_type(self) -> str:
@@ -70,16 +67,18 @@ class Candidate:
         """What is peculiar about its type."""
         return quirks_of(self.model_type)
 
-    def refuse(self, what: str, why: str, hint: str = "use --cache dynamic") -> UnsupportedArchitecture:
-        """The error that says why it cannot have `what`."""
-        return UnsupportedArchitecture(f"{self.source} cannot have {what}: {why}", hint=hint)
+
+# why a model cannot have a cache, None where it can
+Refusal = Callable[[Candidate], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheKind:
-    """A row of the table."""
+    """A row of the table: the cache's name in errors, why a model may be refused, and what to do then."""
 
-    check: Callable[[CacheOptions, Candidate], None]
+    what: str = ""
+    refusals: Sequence[Refusal] = ()
+    hint: str = "use --cache dynamic"
     make: Callable[[CacheOptions, CausalLM, int | None], Any]
     predict: Callable[[CacheOptions, ModelKV, TokenSchedule], Footprint] | None
 
@@ -92,15 +91,23 @@ def check_cache(options: CacheOptions, config: Config, source: str, *, known: ty
         known: the model's class; the one that transformers has for the config when not given.
 
     Raises:
-        UnsupportedArchitecture: naming what about the model does not go with the cache.
+        UnsupportedArchitecture: naming what about the model the cache cannot serve.
         UsageError: when the cache needs a package that is not installed.
     """
-    candidate = Candidate(config=config, model_class=known or model_class(config), source=source)
-    CACHE_KINDS[options.name].check(options, candidate)
+    candidate = Candidate(config=config, model_class=known or model_class(config), options=options)
+    kind = CACHE_KINDS[options.name]
+    _check(candidate, source, kind.what, refusals=kind.refusals, hint=kind.hint)
     if options.prefill_chunk is not None:
         check_chunks(config, source)
     if options.file is not None:
-        _check_file(candidate)
+        refusals = (_makes_its_own, _has_unknown_layers, _is_not_continued)
+        _check(candidate, source, "a saved cache", refusals=refusals, hint="drop --prompt-cache")
+
+
+def _check(candidate: Candidate, source: str, what: str, *, refusals: Sequence[Refusal], hint: str) -> None:
+    for refusal in refusals:
+        if (reason := refusal(candidate)) is not None:
+            raise UnsupportedArchitecture(f"{source} cannot have {what}: {reason}", hint=hint)
 
 
 def make_cache(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
@@ -114,7 +121,7 @@ def make_cache(options: CacheOptions, model: CausalLM, max_tokens: int | None) -
 
 
 def predict_cache(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint | None:
-    """The bytes of this kind of cache after what was fed, None where none is kept.
+    """The bytes of this kind of cache after what was fed, None where there is no cache.
 
     Args:
         kv: with the element type that the model computes in.
@@ -129,107 +136,85 @@ def chunk_sizes(tokens: int, chunk: int | None) -> tuple[int, ...]:
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
-def _check_own_cache(what: str, candidate: Candidate) -> None:
-    if candidate.model_class is not None and not candidate.model_class._supports_default_dynamic_cache():
-        raise candidate.refuse(what, f"{candidate.model_type} models make a cache of their own")
+# Why a model is refused
 
 
-def _check_full_attention(what: str, candidate: Candidate) -> None:
-    others = sorted(layer_types(candidate.config) - {_FULL})
-    if others:
-        raise candidate.refuse(what, f"all layers would have to be full attention, and some are {', '.join(others)}")
+def _makes_its_own(candidate: Candidate) -> str | None:
+    if candidate.model_class is None or candidate.model_class._supports_default_dynamic_cache():
+        return None
+    return f"{candidate.model_type} models make a cache of their own"
 
 
-def _check_file(candidate: Candidate) -> None:
-    what, hint = "a saved cache", "drop --prompt-cache"
-    _check_own_cache(what, candidate)
-    unknown = _without_rule(candidate)
-    if unknown:
-        raise candidate.refuse(what, f"there is no rule for {', '.join(unknown)} layers", hint)
-    if candidate.quirks.not_continued:
-        raise candidate.refuse(what, str(candidate.quirks.one_at_a_time), hint)
+def _is_not_full_attention(candidate: Candidate) -> str | None:
+    others = sorted(layer_types(candidate.config) - {"full_attention"})
+    return f"it needs full attention in all layers, and some are {', '.join(others)}" if others else None
 
 
-def _without_rule(candidate: Candidate, *, static: bool = False) -> list[str]:
-    """The layer types whose tensors may not be all that they hold."""
+def _has_unknown_layers(candidate: Candidate, *, static: bool = False) -> str | None:
+    """Layers whose tensors may not be all that they hold."""
     types = layer_types(candidate.config)
-    return sorted(name for name in types if row_of_type(name, static=static).restore is None)
+    unknown = sorted(name for name in types if row_of_type(name, static=static).restore is None)
+    return f"there is no rule for {', '.join(unknown)} layers" if unknown else None
 
 
-# dynamic
+def _is_not_continued(candidate: Candidate) -> str | None:
+    return candidate.quirks.one_at_a_time if candidate.quirks.not_continued else None
 
 
-def _make_dynamic(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
+def _cannot_be_quantized(candidate: Candidate) -> str | None:
+    text = text_config(candidate.config)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if heads * width % GROUP_ELEMENTS:
+        return f"its {heads * width} elements a token are not groups of {GROUP_ELEMENTS}"
+    quantizer(candidate.options.bits or DEFAULT_KV_BITS)  # which raises where none is installed
+    return None
+
+
+def _takes_no_mask(candidate: Candidate) -> str | None:
+    known = candidate.model_class  # None for the checkpoint's own code, of which nothing is known yet
+    if (
+        known is not None
+        and not candidate.quirks.not_windowed
+        and prepares_by_default(known)
+        and {"position_ids", "attention_mask"} <= forward_parameters(known)
+    ):
+        return None
+    return f"{candidate.model_type} models do not take positions and a mask from outside"
+
+
+# How a cache is made
+
+
+def _make_dynamic(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> DynamicCache | None:
     return DynamicCache(config=text_config(model.config)) if model._supports_default_dynamic_cache() else None
 
 
-def _predict_dynamic(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
-    return footprint(kv, tokens=fed.tokens)
-
-
-# growing
-
-
-def _check_growing(options: CacheOptions, candidate: Candidate) -> None:
-    what = "a growing cache"
-    _check_own_cache(what, candidate)
-    if candidate.quirks.not_growing is not None:
-        raise candidate.refuse(what, candidate.quirks.not_growing)
-
-
-def _make_growing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
+def _make_growing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> DynamicCache:
     cache = DynamicCache(config=text_config(model.config))
     cache.layers = [grown(layer) for layer in cache.layers]
     return cache
 
 
-def _predict_growing(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
-    return footprint(kv, tokens=fed.tokens, runtime="llminfer")
-
-
-# static
-
-
-def _check_static(options: CacheOptions, candidate: Candidate) -> None:
-    what = "a static cache"
-    _check_own_cache(what, candidate)
-    unknown = _without_rule(candidate, static=True)
-    if unknown:
-        raise candidate.refuse(what, f"none is made for {', '.join(unknown)} layers")
-    if candidate.quirks.not_static is not None:
-        raise candidate.refuse(what, candidate.quirks.not_static)
-
-
-def _make_static(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
+def _make_static(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> StaticCache:
     if max_tokens is None:
         raise UsageError("a static cache must be told how many tokens it will hold")
     return StaticCache(config=text_config(model.config), max_cache_len=max_tokens)
 
 
-def _predict_static(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
-    return footprint(kv, tokens=fed.room, runtime="transformers-static")
-
-
-# quantized
-
-
-def _check_quantized(options: CacheOptions, candidate: Candidate) -> None:
-    what, text = "a quantized cache", text_config(candidate.config)
-    _check_own_cache(what, candidate)
-    _check_full_attention(what, candidate)
-    if candidate.quirks.not_static is not None:
-        raise candidate.refuse(what, candidate.quirks.not_static)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if heads * width % GROUP_ELEMENTS:
-        raise candidate.refuse(what, f"its {heads * width} elements a token are not groups of {GROUP_ELEMENTS}")
-    quantizer(options.bits or DEFAULT_KV_BITS)
-
-
-def _make_quantized(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
+def _make_quantized(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> QuantizedCache:
     bits = options.bits or DEFAULT_KV_BITS
     library, axis = quantizer(bits)
     return QuantizedCache(library, config=text_config(model.config), nbits=bits, axis_key=axis, axis_value=axis)
+
+
+def _make_window(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> WindowCache:
+    if options.window is None:
+        raise UsageError("a windowed cache must be told its window")
+    return WindowCache(layers=text_config(model.config).num_hidden_layers, window=options.window)
+
+
+# What a cache weighs
 
 
 def _predict_quantized(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
@@ -244,30 +229,6 @@ def _predict_quantized(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -
     )
 
 
-# window
-
-
-def _check_window(options: CacheOptions, candidate: Candidate) -> None:
-    what = "a windowed cache"
-    _check_own_cache(what, candidate)
-    _check_full_attention(what, candidate)
-    if candidate.quirks.not_windowed or not _takes_mask(candidate.model_class):
-        why = f"{candidate.model_type} models do not take positions and a mask from outside"
-        raise candidate.refuse(what, why, "drop --kv-window")
-
-
-def _takes_mask(known: type[CausalLM] | None) -> bool:
-    if known is None:  # the checkpoint's own code, of which nothing is known yet
-        return False
-    return prepares_by_default(known) and {"position_ids", "attention_mask"} <= forward_parameters(known)
-
-
-def _make_window(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
-    if options.window is None:
-        raise UsageError("a windowed cache must be told its window")
-    return WindowCache(layers=text_config(model.config).num_hidden_layers, window=options.window)
-
-
 def _predict_window(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> Footprint:
     # a dynamic layer's window counts the token that is about to come, so it keeps one less
     kept = (options.window or 0) + 1
@@ -275,22 +236,32 @@ def _predict_window(options: CacheOptions, kv: ModelKV, fed: TokenSchedule) -> F
     return footprint(replace(kv, layers=layers), tokens=fed.tokens)
 
 
-# none
-
-
-def _check_nothing(options: CacheOptions, candidate: Candidate) -> None:
-    """The default and no cache at all suit every model."""
-
-
-def _make_nothing(options: CacheOptions, model: CausalLM, max_tokens: int | None) -> Any:
-    return None
-
-
 CACHE_KINDS: Mapping[str, CacheKind] = {
-    "dynamic": CacheKind(check=_check_nothing, make=_make_dynamic, predict=_predict_dynamic),
-    "growing": CacheKind(check=_check_growing, make=_make_growing, predict=_predict_growing),
-    "static": CacheKind(check=_check_static, make=_make_static, predict=_predict_static),
-    "quantized": CacheKind(check=_check_quantized, make=_make_quantized, predict=_predict_quantized),
-    "window": CacheKind(check=_check_window, make=_make_window, predict=_predict_window),
-    "none": CacheKind(check=_check_nothing, make=_make_nothing, predict=None),
+    "dynamic": CacheKind(make=_make_dynamic, predict=lambda options, kv, fed: footprint(kv, tokens=fed.tokens)),
+    "growing": CacheKind(
+        what="a growing cache",
+        refusals=(_makes_its_own, attrgetter("quirks.not_growing")),
+        make=_make_growing,
+        predict=lambda options, kv, fed: footprint(kv, tokens=fed.tokens, runtime="llminfer"),
+    ),
+    "static": CacheKind(
+        what="a static cache",
+        refusals=(_makes_its_own, partial(_has_unknown_layers, static=True), attrgetter("quirks.not_static")),
+        make=_make_static,
+        predict=lambda options, kv, fed: footprint(kv, tokens=fed.room, runtime="transformers-static"),
+    ),
+    "quantized": CacheKind(
+        what="a quantized cache",
+        refusals=(_makes_its_own, _is_not_full_attention, attrgetter("quirks.not_static"), _cannot_be_quantized),
+        make=_make_quantized,
+        predict=_predict_quantized,
+    ),
+    "window": CacheKind(
+        what="a windowed cache",
+        refusals=(_makes_its_own, _is_not_full_attention, _takes_no_mask),
+        hint="drop --kv-window",
+        make=_make_window,
+        predict=_predict_window,
+    ),
+    "none": CacheKind(make=lambda options, model, max_tokens: None, predict=None),
 }

@@ -124,7 +124,7 @@ def _states(layer: Any) -> tuple[Tensor | None, ...]:
     return (*layer.conv_states.values(), *layer.recurrent_states.values())
 
 
-def _keys_values_and_states(layer: Any) -> tuple[Tensor | None, ...]:
+def _hybrid(layer: Any) -> tuple[Tensor | None, ...]:
     return (layer.keys, layer.values, *_states(layer))
 
 
@@ -205,17 +205,13 @@ LAYERS: Mapping[type, LayerRow] = {
     StaticLayer: LayerRow(tensors=_keys_and_values, can_crop=_always, restore=_write),
     StaticSlidingWindowLayer: LayerRow(tensors=_keys_and_values, restore=_write_static_window),
     LinearAttentionLayer: LayerRow(tensors=_states, has_tokens=False, has_states=True, joins=True, restore=_refuse),
-    LinearAttentionAndFullAttentionLayer: LayerRow(
-        tensors=_keys_values_and_states, has_states=True, joins=True, restore=_append
-    ),
+    LinearAttentionAndFullAttentionLayer: LayerRow(tensors=_hybrid, has_states=True, joins=True, restore=_append),
     LinearAttentionAndSlidingWindowAttentionLayer: LayerRow(
-        tensors=_keys_values_and_states, has_states=True, slides=True, joins=True, restore=_append
+        tensors=_hybrid, has_states=True, slides=True, joins=True, restore=_append
     ),
-    LinearAttentionAndStaticFullAttentionLayer: LayerRow(
-        tensors=_keys_values_and_states, has_states=True, restore=_write
-    ),
+    LinearAttentionAndStaticFullAttentionLayer: LayerRow(tensors=_hybrid, has_states=True, restore=_write),
     LinearAttentionAndStaticSlidingWindowAttentionLayer: LayerRow(
-        tensors=_keys_values_and_states, has_states=True, restore=_write_static_window
+        tensors=_hybrid, has_states=True, restore=_write_static_window
     ),
 }
 _UNKNOWN = LayerRow(tensors=cache_tensors, has_tokens=False)
