@@ -1,10 +1,7 @@
 """Linear layers that hold their weights in another format, computed by kernels that torch has for CPUs.
 
-`TORCH_KERNELS` is the table of them: a format's name to the function that makes the layer. A layer
-computes `x @ weight.T + bias` in float32 for any number of tokens and says what it holds. For few
-tokens that is bound by the reading of the weight, so the packed kernels win; for many it is bound by
-arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time, for a
-float32 product.
+A product with few tokens is bound by the reading of the weight, so the packed kernels win; one with many
+is bound by arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time.
 """
 
 from __future__ import annotations
