@@ -222,8 +222,9 @@ class Decoder:
         attention, hidden = layer.self_attn, layer.self_attn.config.hidden_size
         for name, matrix in (*_projections(attention, self._kv_heads * self._head_dim), *_mlp(layer.mlp)):
             setattr(record, name, matrix)
-        for place, name in zip(("attention_in", "attention_out", "mlp_in", "mlp_out"), family.norms, strict=True):
-            setattr(record, place, self._norm(name and getattr(layer, name), hidden))
+        places = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+        for place, norm_name in zip(places, family.norms, strict=True):
+            setattr(record, place, None if norm_name is None else self._norm(getattr(layer, norm_name), hidden))
         for place, name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             setattr(record, place, self._norm(getattr(attention, name, None), self._head_dim))
 
