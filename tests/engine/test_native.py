@@ -274,8 +274,8 @@ def our_steps_of(forward: NativeForward, params: SamplingParams, prompt: list[in
 
 def test_what_has_no_native_decoder_says_why() -> None:
     for model_type, overrides, why in (
-        ("gpt2", {}, "gpt2 is none of"),
-        ("llama", {"head_dim": 12}, "no multiple of 8"),
+        ("gpt2", {}, "gpt2 is not one of"),
+        ("llama", {"head_dim": 12}, "not a multiple of 8"),
         ("llama", {"hidden_act": "relu"}, "relu has no kernel"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotations"),
     ):

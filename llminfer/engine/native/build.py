@@ -38,10 +38,9 @@ def find_compiler() -> tuple[str, ...] | None:
     chosen = os.environ.get("CXX")
     if chosen:
         return tuple(shlex.split(chosen))
-    for name in _COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
-            return (path,)
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is not None:
+        return (found,)
     return (sys.executable, "-m", "ziglang", "c++") if importlib.util.find_spec("ziglang") is not None else None
 
 
@@ -82,23 +81,17 @@ def native_library(*, portable: bool = False) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder where nobody else can put code, or close one of ours to others.
-
-    Raises:
-        LlminferError: for a folder that is another user's, or a link.
-    """
+    """Make a folder where nobody else can put code, or close one of ours to others."""
     folder.mkdir(exist_ok=True, mode=0o700)
     if not _is_own(folder):
-        raise LlminferError(
-            f"{folder} belongs to another user, so no code is loaded from it",
-            hint="set LLMINFER_CACHE to a folder of your own",
-        )
+        reason = f"{folder} belongs to another user, so no code is loaded from it"
+        raise LlminferError(reason, hint="set LLMINFER_CACHE to a folder of your own")
     if not _is_private(folder):
         folder.chmod(0o700)
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a path is this user's and no link; always so on Windows, where users' folders are closed to others."""
+    """Whether a path is this user's and not a link; always so on Windows, where users' folders are closed to others."""
     found = path.lstat()
     return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode))
 
@@ -115,9 +108,8 @@ def _compile(command: list[str], target: Path) -> None:
         try:
             result = subprocess.run(whole, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except OSError as error:
-            raise UsageError(
-                f"cannot run the C++ compiler {command[0]}: {error.strerror}", hint=_NO_COMPILER
-            ) from error
+            reason = f"cannot run the C++ compiler {command[0]}: {error.strerror}"
+            raise UsageError(reason, hint=_NO_COMPILER) from error
         if result.returncode != 0:
             said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             reason = said[0].strip() if said else f"exit code {result.returncode}"

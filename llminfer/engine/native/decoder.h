@@ -68,7 +68,7 @@ class Decoder {
     for (long l = 0; l < m_.layers; ++l) {
       const Layer& layer = m_.layer[l];
       project(layer, own, thread);
-      threads().barrier();
+      Threads::shared().barrier();
       attend(layer, own, thread);
       barrier(layer.output, thread);
       project_output(layer, own, thread);
@@ -77,37 +77,31 @@ class Decoder {
       add(mixed_.data(), layer.attention_out, own);
       gate(layer, own, thread);
       barrier(layer.down, thread);
-      const Vectors gated = prepare(layer.down, gated_.data(), m_.intermediate, own);
+      const Vectors gated = prepare(layer.down, gated_.data(), m_.intermediate, own, count_);
       rows_of(layer.down, gated, count_, mixed_.data(), m_.hidden, thread);
       barrier(l + 1 < m_.layers ? m_.layer[l + 1].query : m_.head, thread);
       add(mixed_.data(), layer.mlp_out, own);
     }
-    const long first = count_ - wanted;
-    for (long t = 0; t < wanted; ++t)
-      norm(own.stream.data() + (first + t) * m_.hidden, m_.final_norm, m_.hidden, own.normed.data() + t * m_.hidden);
+    norm_stream(m_.final_norm, count_ - wanted, own);
     const Vectors x = prepare(m_.head, own.normed.data(), m_.hidden, own, wanted);
     rows_of(m_.head, x, wanted, logits, m_.vocabulary, thread);
     finish_logits(logits, wanted, thread);
   }
 
-  Threads& threads() { return Threads::shared(); }
-
   // Wait for the other threads, with the beginning of what comes next on its way.
   void barrier(const Matrix& next, int thread) {
     prefetch(next, thread, threads_);
-    threads().barrier();
+    Threads::shared().barrier();
   }
 
   void look_up(Own& own) {
     for (long t = 0; t < count_; ++t) {
       float* x = own.stream.data() + t * m_.hidden;
-      const long id = ids_[t];
       if (m_.embedding != nullptr) {
-        widen(id * m_.hidden, x);
+        widen(ids_[t] * m_.hidden, x);
       } else {
         std::vector<float> group(GROUP * BLOCK * blocks_of(m_.hidden));
-        group_to_floats(*m_.embedding_rows, id / GROUP, 0, m_.hidden, group.data());
-        for (long c = 0; c < m_.hidden; ++c) x[c] = group[c * GROUP + id % GROUP];
+        row_to_floats(*m_.embedding_rows, ids_[t], group, x);
       }
       if (m_.embedding_scale != 1.0f)
         for (long c = 0; c < m_.hidden; ++c) x[c] *= m_.embedding_scale;
@@ -143,8 +137,13 @@ class Decoder {
     for (long i = 0; i < size; ++i) to[i] = (x[i] - centre) * inverse * (weight[i] + m_.norm_offset);
   }
 
-  Vectors prepare(const Matrix& matrix, const float* values, long stride, Own& own, long count = 0) {
-    if (count == 0) count = count_;
+  // The residual streams of the tokens from `first` on into the beginning of `normed`.
+  void norm_stream(const float* weight, long first, Own& own) const {
+    for (long t = first; t < count_; ++t)
+      norm(own.stream.data() + t * m_.hidden, weight, m_.hidden, own.normed.data() + (t - first) * m_.hidden);
+  }
+
+  Vectors prepare(const Matrix& matrix, const float* values, long stride, Own& own, long count) const {
     if (!takes_integers(matrix.format)) return {values, stride};
     return own.integers.fill(values, stride, matrix.columns, count);
   }
@@ -156,8 +155,7 @@ class Decoder {
   }
 
   void project(const Layer& layer, Own& own, int thread) {
-    for (long t = 0; t < count_; ++t)
-      norm(own.stream.data() + t * m_.hidden, layer.attention_in, m_.hidden, own.normed.data() + t * m_.hidden);
+    norm_stream(layer.attention_in, 0, own);
     const Matrix* parts[] = {&layer.query, &layer.key, &layer.value};
     const long offsets[] = {0, queries_, queries_ + kvs_};
     Vectors x{};
@@ -172,7 +170,7 @@ class Decoder {
       if (begin < end) {
         // what suits one integer format suits the other
         if (prepared == nullptr || takes_integers(prepared->format) != takes_integers(parts[p]->format))
-          x = prepare(*parts[p], own.normed.data(), m_.hidden, own), prepared = parts[p];
+          x = prepare(*parts[p], own.normed.data(), m_.hidden, own, count_), prepared = parts[p];
         multiply_few(*parts[p], begin, end, x, count_, projected_.data() + offsets[p], queries_ + 2 * kvs_);
       }
       before += groups;
@@ -325,7 +323,7 @@ class Decoder {
         }
         for (long i = 0; i < d; ++i) out[i] /= total;
       }
-    const Vectors x = prepare(layer.output, own.normed.data(), queries_, own);
+    const Vectors x = prepare(layer.output, own.normed.data(), queries_, own, count_);
     rows_of(layer.output, x, count_, mixed_.data(), m_.hidden, thread);
   }
 
@@ -343,16 +341,14 @@ class Decoder {
   }
 
   void gate(const Layer& layer, Own& own, int thread) {
-    for (long t = 0; t < count_; ++t)
-      norm(own.stream.data() + t * m_.hidden, layer.mlp_in, m_.hidden, own.normed.data() + t * m_.hidden);
-    const Vectors x = prepare(layer.gate, own.normed.data(), m_.hidden, own);
+    norm_stream(layer.mlp_in, 0, own);
+    const Vectors x = prepare(layer.gate, own.normed.data(), m_.hidden, own, count_);
     const Range mine = share(groups_of(layer.gate.rows), thread, threads_);
     // the same rows of both, so that they meet without a barrier
     const long first = mine.begin * GROUP, last = std::min<long>(mine.end * GROUP, m_.intermediate);
     multiply_few(layer.gate, mine.begin, mine.end, x, count_, gated_.data(), m_.intermediate);
-    const Vectors y = takes_integers(layer.up.format) == takes_integers(layer.gate.format)
-                          ? x
-                          : prepare(layer.up, own.normed.data(), m_.hidden, own);
+    const bool alike = takes_integers(layer.up.format) == takes_integers(layer.gate.format);
+    const Vectors y = alike ? x : prepare(layer.up, own.normed.data(), m_.hidden, own, count_);
     multiply_few(layer.up, mine.begin, mine.end, y, count_, ups_.data(), m_.intermediate);
     for (long t = 0; t < count_; ++t)
       activate(gated_.data() + t * m_.intermediate + first, ups_.data() + t * m_.intermediate + first, last - first);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -31,14 +31,10 @@ from llminfer.engine.native.packed import GROUP_ROWS, NativeLinear
 from llminfer.engine.weights.packed_layer import LazyWeight
 
 _PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_AROUND_MLP = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+_FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", *_AROUND_MLP)
 _POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_FIRST_POSITIONS = 2048  # of the first table of rotations; later ones double
+_FIRST_POSITIONS = 2048  # of the first tables of rotations; later ones double
 # rotations that change with the length of the sequence
 _CHANGING_ROPES = frozenset({"dynamic", "longrope"})
 
@@ -52,58 +48,47 @@ class Family:
         norm_offset: added to the weights of norms.
         norm: `rms` or `centred`.
         caps_attention: eager attention caps its logits.
+        norms_whole_projection: queries and keys are normed across all heads.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = _PRE_NORMS
     norm_offset: float = 0.0
     norm: str = "rms"
     caps_attention: bool = False
+    norms_whole_projection: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
     "gemma": Family(norm_offset=1.0),
     "gemma2": Family(norms=_FOUR_NORMS, norm_offset=1.0, caps_attention=True),
     "gemma3_text": Family(norms=_FOUR_NORMS, norm_offset=1.0),
-    "granite": Family(),
-    "llama": Family(),
-    "mistral": Family(),
     "olmo": Family(norm="centred"),
-    "olmo2": Family(norms=_POST_NORMS),
-    "olmo3": Family(norms=_POST_NORMS),
-    "phi3": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "smollm3": Family(),
+    **dict.fromkeys(("olmo2", "olmo3"), Family(norms=_POST_NORMS, norms_whole_projection=True)),
+    **dict.fromkeys(("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"), Family()),
 }
 
 
 def why_not_native(config: Any) -> str | None:
     """Why a model of this config has no native decoder; None when it has one."""
     if config.model_type not in FAMILIES:
-        return f"{config.model_type} is none of {', '.join(FAMILIES)}"
-    ropes = {_rope_type(rope) for rope in _rope_parameters(config)}
-    if ropes & _CHANGING_ROPES:
-        return f"its {' and '.join(sorted(ropes & _CHANGING_ROPES))} rotations change with the length"
+        return f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}"
+    stated = getattr(config, "rope_parameters", None) or {}
+    ropes = stated.values() if _has_several_ropes(config) else [stated]
+    changing = _CHANGING_ROPES & {rope.get("rope_type") for rope in ropes if isinstance(rope, Mapping)}
+    if changing:
+        return f"its {' and '.join(sorted(changing))} rotations change with the length"
     heads, head_dim = config.num_attention_heads, _head_dim(config)
     if head_dim % GROUP_ROWS:
-        return f"its heads of {head_dim} elements are no multiple of {GROUP_ROWS}"
-    if heads % (getattr(config, "num_key_value_heads", None) or heads):
-        return "its heads are not shared out evenly"
+        return f"its heads of {head_dim} elements are not a multiple of {GROUP_ROWS}"
+    if heads % _kv_heads(config):
+        return "its heads are not shared evenly"
     if config.model_type == "phi3" and config.intermediate_size % GROUP_ROWS:
-        return f"its fused projections are no multiple of {GROUP_ROWS} rows"
+        return f"its fused projections are not a multiple of {GROUP_ROWS} rows"
     if getattr(config, "use_bidirectional_attention", None):
         return "it attends in both directions"
-    if _activation_name(config) not in _ACTIVATION_NAMES:
+    if _activation_name(config) not in ACTIVATIONS:
         return f"its activation {_activation_name(config)} has no kernel"
     return None
-
-
-_ACTIVATION_NAMES: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-}
 
 
 def _activation_name(config: Any) -> str:
@@ -114,49 +99,20 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _rope_parameters(config: Any) -> Iterator[Any]:
-    """The rope parameters, one set or one a layer type."""
-    stated = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in stated.values() if isinstance(value, Mapping)]
-    yield from nested or [stated]
+def _kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _rope_type(rope: Any) -> str:
-    return str(rope.get("rope_type") or "default")
+def _has_several_ropes(config: Any) -> bool:
+    """Whether each type of layers has rotations of its own."""
+    return any(isinstance(value, Mapping) for value in (getattr(config, "rope_parameters", None) or {}).values())
 
 
-class Rotations:
-    """Cosines and sines of one kind of rotary position, from the model's own module, for as many positions as needed.
-
-    The table has shape [positions, 2, rotated / 2].
-    """
-
-    __slots__ = ("_arguments", "_module", "table")
-
-    def __init__(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        self._module, self._arguments = module, arguments
-        self.table = self._make(_FIRST_POSITIONS)
-
-    def reach(self, positions: int) -> bool:
-        """Make the table long enough; True when it is a new one."""
-        if positions <= self.table.shape[0]:
-            return False
-        self.table = self._make(max(positions, 2 * self.table.shape[0]))
-        return True
-
-    def _make(self, positions: int) -> Tensor:
-        places = torch.arange(positions)[None]
-        cosines, sines = self._module(torch.zeros(1, dtype=torch.float32), places, *self._arguments)
-        half = cosines.shape[-1] // 2
-        return torch.stack([cosines[0, :, :half], sines[0, :, :half]], dim=1).float().contiguous()
-
-
-@dataclass(kw_only=True)
-class _Known:
-    """The buffers of a layer's cache that the library was told of; they are not kept alive for it."""
-
-    keys: Callable[[], Tensor | None] = field(default=lambda: None)
-    values: Callable[[], Tensor | None] = field(default=lambda: None)
+def _rotations(module: Any, positions: int, *kind: str) -> Tensor:
+    """Cosines and sines of a kind of rotary position, by the model's module: [positions, 2, rotated / 2]."""
+    cosines, sines = module(torch.zeros(1), torch.arange(positions)[None], *kind)
+    half = cosines.shape[-1] // 2
+    return torch.stack([cosines[0, :, :half], sines[0, :, :half]], dim=1).float().contiguous()
 
 
 class Decoder:
@@ -173,18 +129,17 @@ class Decoder:
         config, family = model.config, FAMILIES[model.config.model_type]
         body = model.model
         first = body.layers[0].self_attn
-        heads = config.num_attention_heads
-        self._kv_heads, self._head_dim = int(getattr(config, "num_key_value_heads", None) or heads), _head_dim(config)
-        self._rotations = self._make_rotations(body, config)
+        self._kv_heads, self._head_dim = _kv_heads(config), _head_dim(config)
         self._layers = (LayerRecord * len(body.layers))()
+        for record, layer in zip(self._layers, body.layers, strict=True):
+            self._fill(record, layer, family)
+        self._rotary, self._positions = body.rotary_emb, 0
         self._kinds = [_rope_kind(layer, config, number) for number, layer in enumerate(body.layers)]
-        for record, layer, kind in zip(self._layers, body.layers, self._kinds, strict=True):
-            self._fill(record, layer, family, kind)
+        rotated = self._reach(_FIRST_POSITIONS)
         self.vocabulary = int(model.lm_head.out_features)
-        rotated = next((2 * rotation.table.shape[-1] for rotation in self._rotations.values()), 0)
         self._model = ModelRecord(
             hidden=config.hidden_size,
-            heads=heads,
+            heads=config.num_attention_heads,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
             intermediate=config.intermediate_size,
@@ -206,13 +161,14 @@ class Decoder:
             residual_scale=float(getattr(config, "residual_multiplier", None) or 1.0),
             clip=float(getattr(config, "clip_qkv", None) or 0.0),
             norm=NORMS[family.norm],
-            activation=ACTIVATIONS[_ACTIVATION_NAMES[_activation_name(config)]],
-            norms_whole_projection=config.model_type in ("olmo2", "olmo3"),
+            activation=ACTIVATIONS[_activation_name(config)],
+            norms_whole_projection=family.norms_whole_projection,
         )
         self._embed(body.embed_tokens, model.lm_head)
         self._handle = library().decoder(ctypes.byref(self._model))
         self.most_tokens = int(library().most_tokens())
-        self._known = [_Known() for _ in self._layers]
+        # the buffers that the library was told of, which are not kept alive for it
+        self._known: list[tuple[Callable[[], Any], ...]] = [(lambda: None, lambda: None)] * len(self._layers)
         example = torch.empty(1, self._kv_heads, 0, self._head_dim)
         self._like = {"like_keys": example, "like_values": example}
 
@@ -230,11 +186,13 @@ class Decoder:
 
     def _step(self, ids: Sequence[int], cache: Any, position: int, wanted: int) -> Tensor:
         count = len(ids)
-        self._reach(position + count)
-        for record, layer, known in zip(self._layers, cache.layers, self._known, strict=True):
+        if position + count > self._positions:
+            self._reach(position + count)
+        for number, (record, layer) in enumerate(zip(self._layers, cache.layers, strict=True)):
             layer.reserve(count, **self._like)
-            if layer.key_buffer is not known.keys() or layer.value_buffer is not known.values():
-                self._place(record, layer, known)
+            known_keys, known_values = self._known[number]
+            if layer.key_buffer is not known_keys() or layer.value_buffer is not known_values():
+                self._place(number, layer)
             record.begin, record.end = layer.begin, layer.end
         logits = torch.empty(wanted, self.vocabulary)
         numbers = (ctypes.c_int64 * count)(*ids)
@@ -244,44 +202,38 @@ class Decoder:
             layer.advance(count)
         return logits
 
-    def _place(self, record: Any, layer: Any, known: _Known) -> None:
+    def _place(self, number: int, layer: Any) -> None:
         """Tell the library where a layer's keys and values are now."""
-        known.keys, known.values = weakref.ref(layer.key_buffer), weakref.ref(layer.value_buffer)
-        record.keys, record.values = pointer(layer.key_buffer), pointer(layer.value_buffer)
-        record.capacity = layer.key_buffer.shape[-2]
+        record, keys, values = self._layers[number], layer.key_buffer, layer.value_buffer
+        self._known[number] = weakref.ref(keys), weakref.ref(values)
+        record.keys, record.values, record.capacity = pointer(keys), pointer(values), keys.shape[-2]
         record.window = getattr(layer, "sliding_window", 0)
 
-    def _reach(self, positions: int) -> None:
-        grown = {kind for kind, rotation in self._rotations.items() if rotation.reach(positions)}
-        for record, kind in zip(self._layers, self._kinds, strict=True) if grown else ():
-            if kind in grown:
-                record.rotation = pointer(self._rotations[kind].table)
+    def _reach(self, positions: int) -> int:
+        """Have rotations for so many positions; the elements that are rotated of each head."""
+        self._positions = max(positions, 2 * self._positions)
+        kinds = {kind for kind in self._kinds if kind is not None}
+        self._tables = tables = {kind: _rotations(self._rotary, self._positions, *kind) for kind in kinds}
+        for record, kind in zip(self._layers, self._kinds, strict=True):
+            record.rotation = None if kind is None else pointer(tables[kind])
+        return next((2 * table.shape[-1] for table in tables.values()), 0)
 
-    def _make_rotations(self, body: Any, config: Any) -> dict[str, Rotations]:
-        module = body.rotary_emb
-        if not any(isinstance(value, Mapping) for value in (config.rope_parameters or {}).values()):
-            return {"all": Rotations(module, ())}
-        return {kind: Rotations(module, (kind,)) for kind in sorted(set(config.layer_types))}
-
-    def _fill(self, record: Any, layer: Any, family: Family, kind: str | None) -> None:
-        attention, mlp, hidden = layer.self_attn, layer.mlp, layer.self_attn.config.hidden_size
-        for name, matrix in (*_projections(attention, self._kv_heads, self._head_dim), *_mlp(mlp)):
+    def _fill(self, record: Any, layer: Any, family: Family) -> None:
+        attention, hidden = layer.self_attn, layer.self_attn.config.hidden_size
+        for name, matrix in (*_projections(attention, self._kv_heads * self._head_dim), *_mlp(layer.mlp)):
             setattr(record, name, matrix)
         places = ("attention_in", "attention_out", "mlp_in", "mlp_out")
         for place, norm_name in zip(places, family.norms, strict=True):
-            norm = None if norm_name is None else getattr(layer, norm_name)
-            setattr(record, place, None if norm is None else self._norm(norm, hidden))
-        for place, norm_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-            norm = getattr(attention, norm_name, None)
-            setattr(record, place, None if norm is None else self._norm(norm, self._head_dim))
-        record.rotation = None if kind is None else pointer(self._rotations[kind].table)
+            setattr(record, place, None if norm_name is None else self._norm(getattr(layer, norm_name), hidden))
+        for place, name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            setattr(record, place, self._norm(getattr(attention, name, None), self._head_dim))
 
-    def _norm(self, norm: nn.Module, size: int) -> int | None:
+    def _norm(self, norm: nn.Module | None, size: int) -> int | None:
+        if norm is None:
+            return None
         weight = getattr(norm, "weight", None)
-        if weight is None:
-            self._kept.append(torch.ones(size))
-        else:
-            self._kept.append(weight.detach().float().contiguous())  # of a loaded model the very tensor
+        # of a loaded model the very tensor
+        self._kept.append(torch.ones(size) if weight is None else weight.detach().float().contiguous())
         return pointer(self._kept[-1])
 
     def _embed(self, embedding: Any, head: NativeLinear) -> None:
@@ -296,20 +248,21 @@ class Decoder:
         self._model.embedding, self._model.embedding_type = pointer(held), STORED[held.dtype]
 
 
-def _projections(attention: Any, kv_heads: int, head_dim: int) -> Iterator[tuple[str, MatrixRecord]]:
+_Matrices = Iterator[tuple[str, MatrixRecord]]
+
+
+def _projections(attention: Any, keys: int) -> _Matrices:
     fused: NativeLinear | None = getattr(attention, "qkv_proj", None)
     if fused is None:
-        yield from (("query", attention.q_proj.record), ("key", attention.k_proj.record))
-        yield "value", attention.v_proj.record
+        yield from ((name, getattr(attention, f"{name[0]}_proj").record) for name in ("query", "key", "value"))
     else:
-        keys = kv_heads * head_dim
         queries = fused.out_features - 2 * keys
         yield from (("query", fused.part(0, queries)), ("key", fused.part(queries, keys)))
         yield "value", fused.part(queries + keys, keys)
     yield "output", attention.o_proj.record
 
 
-def _mlp(mlp: Any) -> Iterator[tuple[str, MatrixRecord]]:
+def _mlp(mlp: Any) -> _Matrices:
     fused: NativeLinear | None = getattr(mlp, "gate_up_proj", None)
     if fused is None:
         yield from (("gate", mlp.gate_proj.record), ("up", mlp.up_proj.record))
@@ -319,12 +272,11 @@ def _mlp(mlp: Any) -> Iterator[tuple[str, MatrixRecord]]:
     yield "down", mlp.down_proj.record
 
 
-def _rope_kind(layer: Any, config: Any, number: int) -> str | None:
-    """Which rotations a layer uses, None for one that does not rotate."""
+def _rope_kind(layer: Any, config: Any, number: int) -> tuple[str, ...] | None:
+    """What tells the model's rotary module which rotations a layer has, None for one that does not rotate."""
     if not getattr(layer.self_attn, "use_rope", True):
         return None
-    nested = any(isinstance(value, Mapping) for value in (config.rope_parameters or {}).values())
-    return str(config.layer_types[number]) if nested else "all"
+    return (str(config.layer_types[number]),) if _has_several_ropes(config) else ()
 
 
 def _epsilon(norm: Any) -> float:

@@ -63,10 +63,7 @@ void llminfer_rows(const Matrix* matrix, const int64_t* ids, int64_t count, floa
   threads.run([&](int thread) {
     std::vector<float> group(GROUP * BLOCK * blocks_of(matrix->columns));
     const Range mine = share(count, thread, threads.count());
-    for (long i = mine.begin; i < mine.end; ++i) {
-      group_to_floats(*matrix, ids[i] / GROUP, 0, matrix->columns, group.data());
-      for (long c = 0; c < matrix->columns; ++c) out[i * matrix->columns + c] = group[c * GROUP + ids[i] % GROUP];
-    }
+    for (long i = mine.begin; i < mine.end; ++i) row_to_floats(*matrix, ids[i], group, out + i * matrix->columns);
   });
 }
 

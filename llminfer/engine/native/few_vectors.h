@@ -3,96 +3,70 @@
 
 #include "matrix.h"
 
-// One group of eight rows times T vectors, by format
-template <int T>
-static inline void times_floats(const float* w, const Vectors& x, long first, long columns, float8* out) {
-  float8 even[T] = {}, odd[T] = {};
-  const float* from[T];
-  for (int t = 0; t < T; ++t) from[t] = x.values + (first + t) * x.stride;
-  long c = 0;
-  for (; c + 2 <= columns; c += 2) {
-    __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / 4);
-    const float8 w0 = load8(w + c * GROUP), w1 = load8(w + (c + 1) * GROUP);
-    for (int t = 0; t < T; ++t) {
-      even[t] += w0 * from[t][c];
-      odd[t] += w1 * from[t][c + 1];
-    }
-  }
-  if (c < columns)
-    for (int t = 0; t < T; ++t) even[t] += load8(w + c * GROUP) * from[t][c];
-  for (int t = 0; t < T; ++t) out[t] = even[t] + odd[t];
-}
+static inline float8 load_row(const float* from) { return load8(from); }
+static inline float8 load_row(const uint16_t* from) { return load8_half(from); }
 
-template <int T>
-static inline void times_halves(const uint16_t* w, const Vectors& x, long first, long columns, float8* out) {
-  float8 sums[4][T] = {};  // as many as hide what a product waits for the one before
+// One group of eight rows times T vectors: weights that are floats or halves
+template <int T, class W>
+static inline void times_numbers(const uint8_t* group, const Vectors& x, long first, long columns, float8* out) {
+  constexpr int S = sizeof(W) == 4 ? 2 : 4;  // as many sums as hide what a product waits for the one before
+  const W* w = reinterpret_cast<const W*>(group);
+  float8 sums[S][T] = {};
   const float* from[T];
   for (int t = 0; t < T; ++t) from[t] = x.values + (first + t) * x.stride;
   long c = 0;
-  for (; c + 4 <= columns; c += 4) {
-    __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / 2);
-    for (int i = 0; i < 4; ++i) {
-      const float8 weights = load8_half(w + (c + i) * GROUP);
+  for (; c + S <= columns; c += S) {
+    __builtin_prefetch(w + c * GROUP + FLOAT_AHEAD / sizeof(W));
+    for (int i = 0; i < S; ++i) {
+      const float8 weights = load_row(w + (c + i) * GROUP);
       for (int t = 0; t < T; ++t) sums[i][t] += weights * from[t][c + i];
     }
   }
   for (; c < columns; ++c)
-    for (int t = 0; t < T; ++t) sums[0][t] += load8_half(w + c * GROUP) * from[t][c];
-  for (int t = 0; t < T; ++t) out[t] = (sums[0][t] + sums[1][t]) + (sums[2][t] + sums[3][t]);
-}
-
-template <int T>
-static inline void times_int8(const uint8_t* w, const Vectors& x, long first, long columns, float8* out) {
-  const long blocks = blocks_of(columns);
-  float8 total[T] = {};
-  for (long b = 0; b < blocks; ++b, w += INT8_BLOCK_BYTES) {
-    __builtin_prefetch(w + INTEGER_AHEAD);
-    __builtin_prefetch(w + INTEGER_AHEAD + 64);
-    __builtin_prefetch(w + INTEGER_AHEAD + 128);
-    __builtin_prefetch(w + INTEGER_AHEAD + 192);
-    const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
-    Sums even[T], odd[T];
-    for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
-    for (int p = 0; p < 16; p += 2) {
-      const Pairs w0 = pairs_int8(w + 16 + p * 16), w1 = pairs_int8(w + 32 + p * 16);
-      for (int t = 0; t < T; ++t) {
-        const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
-        even[t] = add_product(even[t], w0, values);
-        odd[t] = add_product(odd[t], w1, values + 2);
-      }
-    }
-    for (int t = 0; t < T; ++t)
-      total[t] += (to_floats(even[t]) + to_floats(odd[t])) * (scale * x.scales[(first + t) * blocks + b]);
+    for (int t = 0; t < T; ++t) sums[0][t] += load_row(w + c * GROUP) * from[t][c];
+  for (int t = 0; t < T; ++t) {
+    out[t] = sums[0][t] + sums[1][t];
+    if constexpr (S == 4) out[t] += sums[2][t] + sums[3][t];
   }
-  for (int t = 0; t < T; ++t) out[t] = total[t];
 }
 
-template <int T>
-static inline void times_int4(const uint8_t* w, const Vectors& x, long first, long columns, float8* out) {
+// The same for integers, in blocks
+template <int T, Format F>
+static inline void times_integers(const uint8_t* w, const Vectors& x, long first, long columns, float8* out) {
+  constexpr long bytes = F == INT8 ? INT8_BLOCK_BYTES : INT4_BLOCK_BYTES;
   const long blocks = blocks_of(columns);
   float8 total[T] = {};
-  for (long b = 0; b < blocks; ++b, w += INT4_BLOCK_BYTES) {
-    __builtin_prefetch(w + INTEGER_AHEAD);
-    __builtin_prefetch(w + INTEGER_AHEAD + 64);
-    __builtin_prefetch(w + INTEGER_AHEAD + 128);
+  for (long b = 0; b < blocks; ++b, w += bytes) {
+    for (long at = 0; at < bytes - 16; at += 64) __builtin_prefetch(w + INTEGER_AHEAD + at);
     const float8 scale = load8_half(reinterpret_cast<const uint16_t*>(w));
-    const float8 minimum = load8_half(reinterpret_cast<const uint16_t*>(w) + 8);
     Sums even[T], odd[T];
     for (int t = 0; t < T; ++t) even[t] = odd[t] = no_sums();
-    for (int p = 0; p < 4; ++p) {
+    for (int p = 0; p < (F == INT8 ? 16 : 4); p += F == INT8 ? 2 : 1) {
       Pairs pairs[4];
-      pairs_int4(w + 32 + p * 32, pairs);
+      if constexpr (F == INT8) {
+        pairs[0] = pairs_int8(w + 16 + p * 16), pairs[1] = pairs_int8(w + 32 + p * 16);
+      } else {
+        pairs_int4(w + 32 + p * 32, pairs);
+      }
       for (int t = 0; t < T; ++t) {
         const int16_t* values = x.integers + ((first + t) * blocks + b) * BLOCK + 2 * p;
         even[t] = add_product(even[t], pairs[0], values);
-        odd[t] = add_product(odd[t], pairs[1], values + 8);
-        even[t] = add_product(even[t], pairs[2], values + 16);
-        odd[t] = add_product(odd[t], pairs[3], values + 24);
+        odd[t] = add_product(odd[t], pairs[1], values + (F == INT8 ? 2 : 8));
+        if constexpr (F == INT4) {
+          even[t] = add_product(even[t], pairs[2], values + 16);
+          odd[t] = add_product(odd[t], pairs[3], values + 24);
+        }
       }
     }
     for (int t = 0; t < T; ++t) {
       const long at = (first + t) * blocks + b;
-      total[t] += (to_floats(even[t]) + to_floats(odd[t])) * (scale * x.scales[at]) + minimum * x.sums[at];
+      const float8 product = to_floats(even[t]) + to_floats(odd[t]);
+      if constexpr (F == INT8) {
+        total[t] += product * (scale * x.scales[at]);
+      } else {
+        const float8 minimum = load8_half(reinterpret_cast<const uint16_t*>(w) + 8);
+        total[t] += product * (scale * x.scales[at]) + minimum * x.sums[at];
+      }
     }
   }
   for (int t = 0; t < T; ++t) out[t] = total[t];
@@ -101,10 +75,10 @@ static inline void times_int4(const uint8_t* w, const Vectors& x, long first, lo
 template <int T>
 static inline void times(const Matrix& m, const uint8_t* group, const Vectors& x, long first, float8* out) {
   switch (m.format) {
-    case FLOAT32: return times_floats<T>(reinterpret_cast<const float*>(group), x, first, m.columns, out);
-    case FLOAT16: return times_halves<T>(reinterpret_cast<const uint16_t*>(group), x, first, m.columns, out);
-    case INT8: return times_int8<T>(group, x, first, m.columns, out);
-    default: return times_int4<T>(group, x, first, m.columns, out);
+    case FLOAT32: return times_numbers<T, float>(group, x, first, m.columns, out);
+    case FLOAT16: return times_numbers<T, uint16_t>(group, x, first, m.columns, out);
+    case INT8: return times_integers<T, INT8>(group, x, first, m.columns, out);
+    default: return times_integers<T, INT4>(group, x, first, m.columns, out);
   }
 }
 

@@ -6,6 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,67 +18,47 @@ from llminfer.errors import LlminferError
 FORMATS = {"float32": 0, "float16": 1, "int8": 2, "int4": 3}
 NORMS = {"rms": 0, "centred": 1}
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu": 2}  # by transformers' names
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
 class MatrixRecord(Structure):
     """A packed matrix: `rows` × `columns` weights, and a bias or null."""
 
     _fields_ = [
-        ("format", c_int32),
-        ("unused", c_int32),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("data", c_void_p),
-        ("bias", c_void_p),
+        *_fields(c_int32, "format unused"),
+        *_fields(c_int64, "rows columns"),
+        *_fields(c_void_p, "data bias"),
     ]
-
-
-_LAYER_MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
-_LAYER_WEIGHTS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query_norm", "key_norm", "rotation")
 
 
 class LayerRecord(Structure):
     """One layer: its matrices, the weights of its norms, and where its cache is."""
 
     _fields_ = [
-        *((name, MatrixRecord) for name in _LAYER_MATRICES),
-        *((name, c_void_p) for name in _LAYER_WEIGHTS),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("capacity", "begin", "end", "window")),
+        *_fields(MatrixRecord, "query key value output gate up down"),
+        *_fields(c_void_p, "attention_in attention_out mlp_in mlp_out query_norm key_norm rotation keys values"),
+        *_fields(c_int64, "capacity begin end window"),
     ]
-
-
-_MODEL_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "layers", "rotated")
-_MODEL_NUMBERS = (
-    "embedding_scale",
-    "norm_epsilon",
-    "norm_offset",
-    "attention_scale",
-    "attention_cap",
-    "logit_cap",
-    "logit_scale",
-    "residual_scale",
-    "clip",
-)
 
 
 class ModelRecord(Structure):
     """The whole decoder."""
 
     _fields_ = [
-        *((name, c_int64) for name in _MODEL_SIZES),
+        *_fields(c_int64, "hidden heads kv_heads head_dim intermediate vocabulary layers rotated"),
         ("layer", POINTER(LayerRecord)),
         ("head", MatrixRecord),
         ("embedding_rows", POINTER(MatrixRecord)),
         ("embedding", c_void_p),
         ("known", c_int64),
         ("final_norm", c_void_p),
-        *((name, c_float) for name in _MODEL_NUMBERS),
-        ("norm", c_int32),
-        ("activation", c_int32),
-        ("norms_whole_projection", c_int32),
-        ("embedding_type", c_int32),
+        *_fields(c_float, "embedding_scale norm_epsilon norm_offset attention_scale attention_cap logit_cap"),
+        *_fields(c_float, "logit_scale residual_scale clip"),
+        *_fields(c_int32, "norm activation norms_whole_projection embedding_type"),
     ]
 
 
@@ -101,10 +82,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class Library:
+class Library(SimpleNamespace):
     """The functions of a compiled library, by the names above."""
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         loaded = ctypes.CDLL(path)
         for name, (returns, takes) in _FUNCTIONS.items():
             function = getattr(loaded, f"llminfer_{name}")
@@ -113,10 +95,7 @@ class Library:
         sizes = (c_int64 * len(_RECORDS))()
         self.record_sizes(sizes)
         if list(sizes) != [ctypes.sizeof(record) for record in _RECORDS]:
-            raise LlminferError(f"{path} has records of other sizes", hint="delete it: it is built again")
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
+            raise LlminferError(f"{path} has records of other sizes", hint="delete it; the next run builds it again")
 
 
 @cache
@@ -131,19 +110,14 @@ def library() -> Library:
     try:
         loaded = Library(str(path))
     except OSError as error:
-        raise LlminferError(f"cannot load {path}: {error}", hint="delete it: it is built again") from error
+        raise LlminferError(f"cannot load {path}: {error}", hint="delete it; the next run builds it again") from error
     loaded.threads(torch.get_num_threads())
-    _share_threads(loaded)
-    return loaded
-
-
-def _share_threads(loaded: Library) -> None:
-    """Let the library run on the threads of torch's GNU OpenMP, where torch has one."""
-    for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")):
-        openmp = ctypes.CDLL(str(path))
-        functions = (openmp.GOMP_parallel, openmp.omp_get_num_threads)
+    # on the threads of torch's GNU OpenMP, where torch has one
+    for openmp in sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))[:1]:
+        threads = ctypes.CDLL(str(openmp))
+        functions = (threads.GOMP_parallel, threads.omp_get_num_threads)
         loaded.openmp(*(ctypes.cast(function, c_void_p) for function in functions))
-        return
+    return loaded
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -48,6 +48,12 @@ static void group_to_floats(const Matrix& m, long g, long from, long to, float* 
   }
 }
 
+// One row as floats, by way of `group`, which has room for its whole blocks.
+static void row_to_floats(const Matrix& m, long row, std::vector<float>& group, float* out) {
+  group_to_floats(m, row / GROUP, 0, m.columns, group.data());
+  for (long c = 0; c < m.columns; ++c) out[c] = group[c * GROUP + row % GROUP];
+}
+
 // Two groups of rows times T vectors over a tile of columns, added to what y holds unless `fresh`.
 template <int T>
 static void tile(const float* w0, const float* w1, const float* x, long x_stride, long columns, bool fresh, float* y,
@@ -71,16 +77,14 @@ static void tile(const float* w0, const float* w1, const float* x, long x_stride
   }
 }
 
-static void tile_of(long count, const float* w0, const float* w1, const float* x, long x_stride, long columns,
-                    bool fresh, float* y, long y_stride) {
-  switch (count) {
-    case 1: return tile<1>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-    case 2: return tile<2>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-    case 3: return tile<3>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-    case 4: return tile<4>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-    case 5: return tile<5>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-    default: return tile<6>(w0, w1, x, x_stride, columns, fresh, y, y_stride);
-  }
+constexpr int TILE_VECTORS = 6;
+
+// A tile of `count` vectors, T of them at most.
+template <int T = TILE_VECTORS, class... Arguments>
+static void tile_of(long count, Arguments... arguments) {
+  if constexpr (T > 1)
+    if (count < T) return tile_of<T - 1>(count, arguments...);
+  tile<T>(arguments...);
 }
 
 // Groups [begin, end) of the rows times `count` vectors.
@@ -93,18 +97,15 @@ static void multiply_many(const Matrix& m, long begin, long end, const Vectors& 
       const bool pair = g + 1 < end;
       for (long c = 0; c < m.columns; c += TILE_COLUMNS) {
         const long columns = std::min<long>(TILE_COLUMNS, m.columns - c);
-        const float *w0 = weights.data(), *w1 = weights.data() + GROUP * TILE_COLUMNS;
-        if (m.format == FLOAT32) {
-          const long bytes = group_bytes(FLOAT32, m.columns);
-          w0 = reinterpret_cast<const float*>(m.data + g * bytes) + c * GROUP;
-          w1 = pair ? reinterpret_cast<const float*>(m.data + (g + 1) * bytes) + c * GROUP : w0;
-        } else {
-          group_to_floats(m, g, c, c + columns, weights.data());
-          if (pair) group_to_floats(m, g + 1, c, c + columns, weights.data() + GROUP * TILE_COLUMNS);
-          if (!pair) w1 = w0;
-        }
-        for (long v = 0; v < vectors; v += 6)
-          tile_of(std::min(6L, vectors - v), w0, w1, values + v * x.stride + c, x.stride, columns, c == 0,
+        const auto floats_of = [&](long group, float* room) -> const float* {
+          if (m.format == FLOAT32) return reinterpret_cast<const float*>(m.data) + (group * m.columns + c) * GROUP;
+          group_to_floats(m, group, c, c + columns, room);
+          return room;
+        };
+        const float* w0 = floats_of(g, weights.data());
+        const float* w1 = pair ? floats_of(g + 1, weights.data() + GROUP * TILE_COLUMNS) : w0;
+        for (long v = 0; v < vectors; v += TILE_VECTORS)
+          tile_of(std::min<long>(TILE_VECTORS, vectors - v), w0, w1, values + v * x.stride + c, x.stride, columns, c == 0,
                   sums.data() + v * 2 * GROUP, 2 * GROUP);
       }
       for (long v = 0; v < vectors; ++v) {

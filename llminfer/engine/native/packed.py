@@ -37,12 +37,6 @@ class NativeLinear(PackedLinear):
             format=FORMATS[kind], rows=rows, columns=columns, data=pointer(packed), bias=pointer(self.bias)
         )
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of weights and bias."""
-        bias_bytes = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
-        return self.packed.numel() + bias_bytes
-
     def forward(self, x: Tensor) -> Tensor:
         """The product, shape [..., rows]."""
         values = x.detach().to(torch.float32).contiguous()
@@ -72,12 +66,9 @@ class NativeLinear(PackedLinear):
         if first % GROUP_ROWS:
             raise ValueError(f"row {first} does not start a group of {GROUP_ROWS}")
         group_bytes = library().packed_bytes(self.record.format, GROUP_ROWS, self.in_features)
-        bias = None if self.bias is None else self.bias.data_ptr() + 4 * first
+        bias = None if self.bias is None else pointer(self.bias[first:])
         data = self.packed.data_ptr() + first // GROUP_ROWS * group_bytes
         return MatrixRecord(format=self.record.format, rows=rows, columns=self.in_features, data=data, bias=bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
 
 def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
@@ -93,10 +84,6 @@ def pack(weight: Tensor, bias: Tensor | None, kind: str) -> NativeLinear:
     values = weight.detach().to(torch.float32).contiguous()
     library().pack(ctypes.byref(layer.record), values.data_ptr())
     return layer
-
-
-def _pack_as(kind: str, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    return pack(weight, bias, kind)
 
 
 class _Arena:
@@ -135,4 +122,4 @@ def _huge(size_bytes: int) -> Tensor:
     return whole[start : start + size_bytes]
 
 
-NATIVE_KERNELS = Kernels(make={kind: partial(_pack_as, kind) for kind in FORMATS}, head_formats=HEAD_FORMATS)
+NATIVE_KERNELS = Kernels(make={kind: partial(pack, kind=kind) for kind in FORMATS}, head_formats=HEAD_FORMATS)

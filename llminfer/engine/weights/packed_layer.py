@@ -24,22 +24,13 @@ class LazyWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        make: Callable[[], Tensor],
-        rows: Callable[[Tensor], Tensor],
-        *,
-        held: Tensor | None = None,
-    ) -> LazyWeight:
+    def __new__(cls, shape: Sequence[int], make: Any, rows: Any, *, held: Tensor | None = None) -> LazyWeight:
         lazy: LazyWeight = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32)
         lazy._make, lazy._rows, lazy.held = make, rows, held
         return lazy
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as a bound method
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    @classmethod  # torch types it as a bound method
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
         if func is torch.ops.aten.embedding.default and isinstance(first, LazyWeight):
             return first._rows(args[1])

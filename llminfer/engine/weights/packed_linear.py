@@ -1,17 +1,14 @@
 """Linear layers that hold their weights in another format, computed by kernels that torch has for CPUs.
 
-`TORCH_KERNELS` is the table of them: a format's name to the function that makes the layer. A layer
-computes `x @ weight.T + bias` in float32 for any number of tokens and says what it holds. For few
-tokens that is bound by the reading of the weight, so the packed kernels win; for many it is bound by
-arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time, for a
-float32 product.
+A product with few tokens is bound by the reading of the weight, so the packed kernels win; one with many
+is bound by arithmetic, so formats whose kernels are slow there are dequantized, some rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -32,23 +29,24 @@ _HALF_ROWS, _HALF_COLUMNS = 32, 512
 
 
 class Float32Linear(PackedLinear):
-    """The weight as it is, laid out for oneDNN."""
+    """The weight laid out for oneDNN; one that is an embedding's as well is left as it is and computed from too."""
 
     format = "float32"
-    finds_rows = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, tied: bool = False) -> None:
         super().__init__(weight, bias)
-        plain = weight.detach().float().contiguous()
-        # an opaque tensor, which no buffer may be: it cannot be moved or saved
-        self._held = torch.ops.mkldnn._reorder_linear_weight(plain, None)
-        if torch.ops.mkldnn._nbytes(self._held) > plain.nbytes:  # padded, as small layers are on some processors
-            self._held = plain
+        self.finds_rows = self.is_embedding = tied
+        self._held = weight.detach().float()
+        if not tied:
+            # an opaque tensor, which no buffer may be: it cannot be moved or saved
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(self._held.contiguous(), None)
+            padded = torch.ops.mkldnn._nbytes(laid_out) > self._held.nbytes  # as small layers are on some processors
+            self._held = self._held.contiguous() if padded else laid_out
 
     @property
     def held_bytes(self) -> int:
         held = int(torch.ops.mkldnn._nbytes(self._held)) if self._held.is_mkldnn else self._held.nbytes
-        return super().held_bytes + held
+        return super().held_bytes + (0 if self.is_embedding else held)
 
     def dequantized(self) -> Tensor:
         weight: Tensor = self._held.to_dense() if self._held.is_mkldnn else self._held
@@ -59,32 +57,10 @@ class Float32Linear(PackedLinear):
         return y.to(x.dtype)
 
 
-class TiedFloat32Linear(PackedLinear):
-    """A weight that is an embedding's as well, left as it is: oneDNN computes from it too."""
-
-    format = "float32"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._held = weight.detach().float()
-
-    @property
-    def held_bytes(self) -> int:
-        return super().held_bytes  # the weight is the embedding's
-
-    def dequantized(self) -> Tensor:
-        return self._held
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        return self._held[ids]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.float(), self._held, self.bias, "none", [], "")
-        return y.to(x.dtype)
-
-
 class RowsLinear(PackedLinear):
     """A format whose rows can be read: packed kernels for few tokens, dequantized rows for many."""
+
+    _panel = 1  # slices begin at multiples of this
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -100,18 +76,13 @@ class RowsLinear(PackedLinear):
 
     def _many(self, x: Tensor) -> Tensor:
         """The same for many: some rows are dequantized at a time, so that memory stays bounded."""
-        step = max(_PIECE_ELEMENTS // self.in_features, 1)
-        step = -(-step // self._row_block()) * self._row_block()
+        step = -(-max(_PIECE_ELEMENTS // self.in_features, 1) // self._panel) * self._panel
         pieces = []
         for start in range(0, self.out_features, step):
             stop = min(start + step, self.out_features)
             bias = None if self.bias is None else self.bias[start:stop]
             pieces.append(linear(x, self._slice(start, stop), bias))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-
-    def _row_block(self) -> int:
-        """Slices begin at multiples of this."""
-        return 1
 
     def _slice(self, start: int, stop: int) -> Tensor:
         """Rows from `start` to before `stop`, float32, shape [stop - start, columns]."""
@@ -255,9 +226,6 @@ class Int4Linear(RowsLinear):
         weight = grouped.mul_(scales[..., None]).add_(zeros[..., None])
         return weight.flatten(start_dim=-2)[..., : self.in_features]
 
-    def _row_block(self) -> int:
-        return self._panel
-
     def _slice(self, start: int, stop: int) -> Tensor:
         first, last = start // self._panel, -(-stop // self._panel)
         packed = self._panels()[first:last].transpose(0, 1)  # [columns, panels, rows of a panel / 2]
@@ -326,10 +294,9 @@ def _make_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 def _make_tied_half(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     # FBGEMM's layout has no rows for the embedding, which then has a copy: as much as there is room for in float32
-    narrow = (
-        weight.itemsize == 2 or not has_fbgemm() or min(weight.shape) < _HALF_ROWS or weight.shape[1] < _HALF_COLUMNS
-    )
-    return PlainHalfLinear(weight, bias) if narrow else HalfLinear(weight, bias, fill=False)
+    rows, columns = weight.shape
+    wide = weight.itemsize > 2 and has_fbgemm() and rows >= _HALF_ROWS and columns >= _HALF_COLUMNS
+    return HalfLinear(weight, bias, fill=False) if wide else PlainHalfLinear(weight, bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +321,7 @@ HEAD_FORMATS: Mapping[str, str] = {"int4": "int8"}
 
 TORCH_KERNELS = Kernels(
     make={"float32": Float32Linear, "float16": _make_half, "int8": Int8Linear, "int4": Int4Linear},
-    make_tied={"float32": TiedFloat32Linear, "float16": _make_tied_half},
+    make_tied={"float32": partial(Float32Linear, tied=True), "float16": _make_tied_half},
     head_formats=HEAD_FORMATS,
     least_size=INT4_GROUP,
 )

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llminfer.engine.forward.forward import make_forward
 from llminfer.engine.weights.packed_layer import LazyWeight, PackedLinear, widened
-from llminfer.engine.weights.packed_linear import TORCH_KERNELS, Kernels, TiedFloat32Linear
+from llminfer.engine.weights.packed_linear import TORCH_KERNELS, Float32Linear, Kernels
 
 _LINEAR = (nn.Linear, Conv1D)
 _WATCHED = (*_LINEAR, nn.Embedding)
@@ -32,8 +32,7 @@ _TRIAL_IDS = (5, 6, 7)
 # the largest element of a weight that a format takes; integers would hide one that is no number
 _LARGEST = {
     "float16": torch.finfo(torch.float16).max,
-    "int8": torch.finfo(torch.float32).max,
-    "int4": torch.finfo(torch.float32).max,
+    **dict.fromkeys(_SMALL_FORMATS, torch.finfo(torch.float32).max),
 }
 
 PARTS = ("linear_layers", "experts", "embedding", "rest")
@@ -67,24 +66,29 @@ class Packing:
 def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS) -> Packing:
     """Swap a model's linear layers for packed ones, in place; the weights that they had are freed one by one."""
     before_bytes, owners, places = held_bytes(model), _owners(model), _places(model)
-    left = _left_alone(model, weights_format, owners, kernels.least_size)
+    read = read_past_their_layers(model)
+    left: dict[str, str] = {}
     head = model.get_output_embeddings()
     layers = packed_bytes = copied_bytes = 0
-    for name in _linear_names(model):
+    for name in [name for name, module in model.named_modules() if type(module) in _LINEAR]:
         linear = model.get_submodule(name)
-        if name in left or isinstance(linear, PackedLinear):
+        if isinstance(linear, PackedLinear):  # replaced together with one before it
             continue
         sharing = owners[id(linear.weight)]
+        reason = _why_left(linear, weights_format, sharing, read, kernels.least_size)
+        if reason is not None:
+            left[name] = reason
+            continue
         embeddings = [owner for owner in sharing if isinstance(owner, nn.Embedding)]
         own_format = kernels.head_formats.get(weights_format, weights_format) if linear is head else weights_format
         packed = _pack(linear, own_format, kernels, tied=bool(embeddings))
-        if weights_format in _SMALL_FORMATS and packed.held_bytes > _held_before(linear):
+        if weights_format in _SMALL_FORMATS and packed.held_bytes > sum(held.nbytes for held in linear.parameters()):
             left[name] = NO_GAIN
             continue
         # several layers of one weight and bias become one
         same = [owner for owner in sharing if type(owner) in _LINEAR and owner.bias is linear.bias]
-        for owner in same:
-            _replace(owner, packed, places)
+        for parent, child_name in (place for owner in same for place in places[id(owner)]):
+            parent._modules[child_name] = packed
         layers += len(same)
         packed_bytes += packed.held_bytes
         for embedding in embeddings:
@@ -104,7 +108,7 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
 
 
 def held_parts(model: Any) -> dict[str, int]:
-    """Bytes of all that a model holds, each tensor counted once: in linear layers, experts, the embedding, the rest."""
+    """Bytes of all that a model holds, by `PARTS`, each tensor counted once."""
     parts, seen = dict.fromkeys(PARTS, 0), set()
     for module in model.modules():
         if isinstance(module, PackedLinear):
@@ -188,9 +192,7 @@ class _WatchedTensor(Tensor):
     note: Callable[[], None]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         def unwrap(value: Any) -> Any:
             if not isinstance(value, _WatchedTensor):
                 return value
@@ -234,55 +236,34 @@ def _watching(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _owners(model: Any) -> dict[int, list[Any]]:
     """The modules that hold each parameter, by its id."""
-    owners: dict[int, list[Any]] = defaultdict(list)
+    owners = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)].append(module)
+            owners[id(parameter)].append(module)
     return owners
 
 
 def _places(model: Any) -> dict[int, list[tuple[nn.Module, str]]]:
     """Where each module is a child, by its id."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if child is not None:
-                places[id(child)].append((parent, name))
+            places[id(child)].append((parent, name))
     return places
 
 
-def _linear_names(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module) in _LINEAR]
-
-
-def _left_alone(model: Any, weights_format: str, owners: Mapping[int, list[Any]], least_size: int) -> dict[str, str]:
-    """The linear layers that cannot be swapped, and why."""
-    read = read_past_their_layers(model)
-    left = {}
-    for name in _linear_names(model):
-        linear = model.get_submodule(name)
-        reason = _why_left(linear, weights_format, owners[id(linear.weight)], read, least_size)
-        if reason is not None:
-            left[name] = reason
-    return left
-
-
-def _why_left(
-    linear: Any, weights_format: str, sharing: list[Any], read: frozenset[int], least_size: int
-) -> str | None:
+def _why_left(linear: Any, name: str, sharing: list[Any], read: frozenset[int], least_size: int) -> str | None:
+    """Why a layer cannot be swapped for one of the format `name`."""
     if any(id(owner) in read for owner in sharing):
         return READ_ELSEWHERE
     # Conv1D has its weight the other way round, so an embedding that shares it has other rows
-    embeds = any(isinstance(owner, nn.Embedding) for owner in sharing)
-    if any(not isinstance(owner, (*_LINEAR, nn.Embedding)) for owner in sharing) or (
-        embeds and any(type(owner) is Conv1D for owner in sharing)
-    ):
+    turned = any(isinstance(owner, nn.Embedding) for owner in sharing) and Conv1D in map(type, sharing)
+    if turned or not all(isinstance(owner, _WATCHED) for owner in sharing):
         return SHARED
-    if weights_format in _SMALL_FORMATS and min(linear.weight.shape) < least_size:
+    if name in _SMALL_FORMATS and min(linear.weight.shape) < least_size:
         return NO_GAIN
     # written so that NaN, for which every comparison is false, is out of range too
-    if weights_format in _LARGEST and not bool(linear.weight.abs().amax() <= _LARGEST[weights_format]):
+    if name in _LARGEST and not bool(linear.weight.abs().amax() <= _LARGEST[name]):
         return OUT_OF_RANGE
     return None
 
@@ -294,18 +275,9 @@ def _pack(linear: Any, weights_format: str, kernels: Kernels, *, tied: bool) -> 
     return (make or kernels.make[weights_format])(weight, linear.bias)
 
 
-def _held_before(linear: Any) -> int:
-    return sum(parameter.nbytes for parameter in linear.parameters())
-
-
-def _replace(old: nn.Module, new: nn.Module, places: Mapping[int, list[tuple[nn.Module, str]]]) -> None:
-    for parent, name in places[id(old)]:
-        parent._modules[name] = new
-
-
 def _share(embedding: Any, head: PackedLinear) -> int:
     """Let an embedding look its rows up in what the head holds; returns the bytes that it holds besides the head."""
-    if isinstance(head, TiedFloat32Linear):
+    if isinstance(head, Float32Linear):
         return 0  # which holds the very same tensor
     if embedding.max_norm is not None:  # such an embedding writes to its weight
         return int(embedding.weight.nbytes)

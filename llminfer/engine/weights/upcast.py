@@ -54,15 +54,12 @@ def widen_slow_products(model: Any) -> tuple[str, ...]:
     Returns:
         A note for the user when layers were changed.
     """
-    slow = []
-    for module in model.modules():
-        wide = _WIDE.get(type(module))
-        if wide is not None and _is_slow(module.weight):
-            module.__class__ = wide
-            slow.append(module.weight.dtype)
+    slow = [module for module in model.modules() if type(module) in _WIDE and _is_slow(module.weight)]
+    for module in slow:
+        module.__class__ = _WIDE[type(module)]
     if not slow:
         return ()
-    name = str(slow[0]).removeprefix("torch.")
+    name = str(slow[0].weight.dtype).removeprefix("torch.")
     return (f"prompts are multiplied in float32, since this CPU has no fast {name}",)
 
 
