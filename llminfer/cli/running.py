@@ -160,9 +160,9 @@ def _finish(trace: Trace, shown: Shown, *, debug: bool) -> int:
         for line in step_table(trace.steps, drafts=drafts, width=width_of(sys.stderr)):
             say(line)
     if shown.talks:
-        from llminfer.render.summary import print_lines, short_summary, summary
+        from llminfer.render.summary import print_lines, summary
 
-        print_lines((summary if shown.verbose else short_summary)(trace), sys.stderr)
+        print_lines(summary(trace, short=not shown.verbose), sys.stderr)
     if isinstance(finished.error, LlminferError):
         if debug:
             raise finished.error

@@ -31,8 +31,8 @@ def started_line(started: Started) -> str:
     return f"{started.model} · {started.device} · {started.dtype} · {tokens} · {cache}"
 
 
-def short_summary(trace: Trace) -> Iterator[Text]:
-    """Three lines: how fast, why it stopped, what the cache holds; then what the user should know.
+def summary(trace: Trace, *, short: bool = False) -> Iterator[Text]:
+    """The lines of the summary; in short how fast it was, why it stopped, what the cache holds, and the notes.
 
     Args:
         trace: a run that has started and finished.
@@ -40,45 +40,36 @@ def short_summary(trace: Trace) -> Iterator[Text]:
     started, finished = trace.started, trace.finished
     if started is None or finished is None:
         return
-    if trace.ttft_s is not None:
-        speed, gaps = [f"TTFT {format_seconds(trace.ttft_s)}"], trace.itl_s
-        if trace.decode_tokens_per_s is not None:
-            ranks = ", ".join(f"p{rank} {format_seconds(percentile(gaps, rank) or 0.0)}" for rank in (50, 95))
-            speed += [f"{trace.decode_tokens_per_s:.2f} tokens/s", f"steps {ranks}, worst {format_seconds(max(gaps))}"]
-        if trace.drafted:
-            speed.append(f"{trace.accepted} of {trace.drafted} drafted tokens accepted")
-        yield _line("speed", *speed)
+    if not short:
+        yield _line("model", *_model_parts(started))
+        if started.weights_bytes is not None:
+            engine = () if started.engine == "transformers" else (f"{started.engine} engine",)
+            yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held", *engine)
+        before = {**started.startup_s, "tokenize": started.tokenize_s}
+        if started.compile_s is not None:
+            before["compile"] = started.compile_s
+        yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
+        yield from _speed_lines(trace, len(started.prompt_ids) - started.reused_tokens)
+    elif trace.ttft_s is not None:
+        yield _line("speed", *_speed_parts(trace, trace.ttft_s))
     yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
-    yield next(_cache_lines(trace, started, finished))
-    yield from _notes(started, finished)
+    if short:
+        yield next(_cache_lines(trace, started, finished))
+    else:
+        yield _line("sampler", *_sampler_parts(started.sampling))
+        yield from _cache_lines(trace, started, finished)
+    yield from (_line("note", note) for note in dict.fromkeys((*started.notes, *finished.notes)))
 
 
-def summary(trace: Trace) -> Iterator[Text]:
-    """All lines of the summary.
-
-    Args:
-        trace: a run that has started and finished.
-    """
-    started, finished = trace.started, trace.finished
-    if started is None or finished is None:
-        return
-    yield _line("model", *_model_parts(started))
-    if started.weights_bytes is not None:
-        engine = () if started.engine == "transformers" else (f"{started.engine} engine",)
-        yield _line("weights", started.weights or started.dtype, f"{_bytes(started.weights_bytes)} held", *engine)
-    before = {**started.startup_s, "tokenize": started.tokenize_s}
-    if started.compile_s is not None:
-        before["compile"] = started.compile_s
-    yield _line("start", *(f"{name} {format_seconds(value)}" for name, value in before.items()))
-    yield from _speed_lines(trace, len(started.prompt_ids) - started.reused_tokens)
-    yield _line("stopped", _stop_text(started, finished, len(trace.steps)))
-    yield _line("sampler", *_sampler_parts(started.sampling))
-    yield from _cache_lines(trace, started, finished)
-    yield from _notes(started, finished)
-
-
-def _notes(started: Started, finished: Finished) -> Iterator[Text]:
-    return (_line("note", note) for note in dict.fromkeys((*started.notes, *finished.notes)))
+def _speed_parts(trace: Trace, ttft_s: float) -> Iterator[str]:
+    yield f"TTFT {format_seconds(ttft_s)}"
+    if trace.decode_tokens_per_s is not None:
+        gaps = trace.itl_s
+        ranks = ", ".join(f"p{rank} {format_seconds(percentile(gaps, rank) or 0.0)}" for rank in (50, 95))
+        yield f"{trace.decode_tokens_per_s:.2f} tokens/s"
+        yield f"steps {ranks}, worst {format_seconds(max(gaps))}"
+    if trace.drafted:
+        yield f"{trace.accepted} of {trace.drafted} drafted tokens accepted"
 
 
 def print_lines(lines: Iterable[Text], stream: TextIO) -> None:

@@ -115,7 +115,7 @@ def test_what_is_no_device_is_refused_before_anything_is_looked_for(run_cli: Run
         choose_device(name)
 
 
-@pytest.mark.parametrize("name", ["banana", "float64", "int8", "fp16", "", "Float32"])
+@pytest.mark.parametrize("name", ["banana", "float64", "int8", "fp8", "", "Float32"])
 def test_what_is_no_dtype_is_refused_before_anything_is_looked_for(run_cli: RunCli, name: str) -> None:
     code, out, err = run_cli("generate", "a", "-m", "/no/such/model", "--dtype", name)
     assert (code, out) == (2, b"")
@@ -206,7 +206,7 @@ def test_every_type_runs_on_a_cpu_and_sizes_the_cache(
 
 
 def test_device_and_dtype_are_in_the_text(run_cli: RunCli, tiny_llama: Path) -> None:
-    code, _, err = run_cli("generate", "a", "-m", tiny_llama, "-n", "2", "--device", "cpu", "--dtype", "bfloat16")
+    code, _, err = run_cli("generate", "a", "-m", tiny_llama, "-n", "2", "--device", "cpu", "--dtype", "bfloat16", "-v")
     assert code == 0
     assert err.splitlines()[0].split(" · ")[1:3] == ["cpu", "bfloat16"]
     model = next(line for line in err.splitlines() if line.startswith("model"))
