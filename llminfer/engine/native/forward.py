@@ -15,8 +15,6 @@ from llminfer.engine.native.decoder import Decoder
 class NativeForward(PlainForward):
     """Steps in C++ over the growing cache that transformers' forward fills and reads."""
 
-    __slots__ = ("_decoder",)
-
     def __init__(self, model: CausalLM, *, decoder: Decoder, cache: Any = None, cached_ids: Sequence[int] = ()) -> None:
         super().__init__(model, cache=cache, cached_ids=cached_ids)
         self._decoder = decoder
