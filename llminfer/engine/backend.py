@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from llminfer.engine.forward.protocol import ForwardFactory
 from llminfer.engine.forward.torch_compile import check_compiled
+from llminfer.engine.models.protocols import CausalLM, Config
 from llminfer.engine.native.build import require_compiler
 from llminfer.engine.weights.packed_linear import TORCH_KERNELS, Kernels
 from llminfer.engine.weights.packing import Packing, held_parts, make_float32, pack_model
@@ -27,7 +27,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
 
-def check_execution(execution: Execution, device: torch.device, config: Any, source: str) -> None:
+def check_execution(execution: Execution, device: torch.device, config: Config, source: str) -> None:
     """Refuse what cannot be, before any weights are read.
 
     Args:
@@ -61,11 +61,8 @@ def load_dtype(execution: Execution, *, stated: torch.dtype, chosen: torch.dtype
     return stated if narrower else chosen
 
 
-def prepare_execution(model: Any, execution: Execution, source: str) -> Prepared:
-    """Change a loaded model to what `execution` asks for.
-
-    Args:
-        source: names the model in errors.
+def prepare_execution(model: CausalLM, execution: Execution, source: str) -> Prepared:
+    """Change a loaded model to what `execution` asks for; `source` names it in errors.
 
     Raises:
         UnsupportedArchitecture: when the model cannot be run so.
@@ -81,7 +78,7 @@ def prepare_execution(model: Any, execution: Execution, source: str) -> Prepared
     return Prepared(notes=tuple(_packing_notes(model, packing, execution.weights)))
 
 
-def _native(model: Any, weights_format: str, source: str) -> Prepared:
+def _native(model: CausalLM, weights_format: str, source: str) -> Prepared:
     # what compiles and loads C++ is wanted here alone
     from llminfer.engine.native.decoder import Decoder, why_not_native
     from llminfer.engine.native.forward import NativeForward
@@ -98,13 +95,13 @@ def _native(model: Any, weights_format: str, source: str) -> Prepared:
     return Prepared(factory=partial(NativeForward, decoder=Decoder(model)), notes=notes)
 
 
-def _pack(model: Any, weights_format: str, kernels: Kernels) -> Packing:
+def _pack(model: CausalLM, weights_format: str, kernels: Kernels) -> Packing:
     packing = pack_model(model, weights_format, kernels)
     make_float32(model)
     return packing
 
 
-def _packing_notes(model: Any, packing: Packing, weights_format: str) -> Iterator[str]:
+def _packing_notes(model: CausalLM, packing: Packing, weights_format: str) -> Iterator[str]:
     layers = f"{packing.layers} linear layer{'s' if packing.layers != 1 else ''}"
     before, after = format_bytes(packing.before_bytes), format_bytes(packing.after_bytes)
     yield f"weights {weights_format}: {layers}, {before} before and {after} now"

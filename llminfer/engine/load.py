@@ -21,8 +21,10 @@ from llminfer.engine.kv_cache.kinds import check_cache
 from llminfer.engine.machine.device import choose_device, choose_dtype, is_out_of_memory
 from llminfer.engine.machine.library_errors import foreign_errors
 from llminfer.engine.model import LoadedModel
+from llminfer.engine.models.protocols import Config
 from llminfer.engine.models.support import NEEDS_CODE, TRUST_HINT, auto_class, read_architecture
 from llminfer.engine.speculation.checks import check_speculation, check_vocabularies
+from llminfer.engine.text.tokenizer import Tokenizer
 from llminfer.engine.weights.packing import held_parts
 from llminfer.engine.weights.upcast import widen_slow_products
 from llminfer.errors import LlminferError, ModelNotAvailable, OutOfMemory, UnknownConfigField, UnsupportedArchitecture
@@ -110,7 +112,7 @@ def load(
     )
 
 
-def _check_asked(cache: CacheOptions | None, speculation: Speculation | None, config: Any, name: str) -> None:
+def _check_asked(cache: CacheOptions | None, speculation: Speculation | None, config: Config, name: str) -> None:
     if cache is not None:
         check_cache(cache, config, name)
     if speculation is not None:
@@ -118,7 +120,7 @@ def _check_asked(cache: CacheOptions | None, speculation: Speculation | None, co
 
 
 def _element_types(
-    config: Any, execution: Execution, dtype: str, device: torch.device
+    config: Config, execution: Execution, dtype: str, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype, tuple[str, ...]]:
     """The type that the checkpoint states, the one to compute in, and what has to be said about it."""
     found = next((getattr(config, field, None) for field in _DTYPE_FIELDS if getattr(config, field, None)), None)
@@ -128,7 +130,7 @@ def _element_types(
     return stated, chosen, (f"dtype {note}",) if note else ()
 
 
-def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+def collect_eos_ids(model: Any, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """The union of what generation_config, config and tokenizer call EOS, and notes about unusable ones."""
     text_config = model.config.get_text_config(decoder=True)
     sources = {
@@ -154,7 +156,7 @@ def collect_eos_ids(model: Any, tokenizer: Any) -> tuple[frozenset[int], tuple[s
     return frozenset(found), tuple(notes)
 
 
-def context_limit(config: Any) -> int | None:
+def context_limit(config: Config) -> int | None:
     """The longest sequence the model was made for, None when its config states none."""
     text_config = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
@@ -165,7 +167,7 @@ def context_limit(config: Any) -> int | None:
     return None
 
 
-def _check_quantization(config: Any, source: str) -> None:
+def _check_quantization(config: Config, source: str) -> None:
     """Refuse a quantization that transformers would pass over, reading packed weights as plain ones."""
     stated = getattr(config, "quantization_config", None)
     if not isinstance(stated, Mapping) or not any(stated.get(name) for name in _QUANTIZERS):
@@ -186,7 +188,7 @@ def _load_tokenizer(checkpoint: Checkpoint, config: Any, trust_remote_code: bool
 
 
 def _load_weights(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    checkpoint: Checkpoint, config: Config, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> tuple[Any, tuple[str, ...]]:
     """The model with all its weights on the device, and notes about tensors that it has no use for."""
     model, info = auto_class(config).from_pretrained(
@@ -215,7 +217,7 @@ def _load_weights(
     return model.to(device).eval(), notes
 
 
-def _predict(config: Any, source: str) -> tuple[ModelKV | None, UnsupportedArchitecture | None]:
+def _predict(config: Config, source: str) -> tuple[ModelKV | None, UnsupportedArchitecture | None]:
     try:
         return read_model(config.to_dict(), source=source), None
     except UnsupportedArchitecture as error:

@@ -21,6 +21,7 @@ class Config(Protocol):
     _attn_implementation: str
 
     def get_text_config(self, decoder: bool | None = None) -> Config: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Outputs(Protocol):
