@@ -67,18 +67,20 @@ def pack_model(model: Any, weights_format: str, kernels: Kernels = TORCH_KERNELS
     """Swap a model's linear layers for packed ones, in place; the weights that they had are freed one by one."""
     before_bytes, owners, places = held_bytes(model), _owners(model), _places(model)
     read = read_past_their_layers(model)
+    names = [name for name, module in model.named_modules() if type(module) in _LINEAR]
     left: dict[str, str] = {}
-    head = model.get_output_embeddings()
-    layers = packed_bytes = copied_bytes = 0
-    for name in [name for name, module in model.named_modules() if type(module) in _LINEAR]:
+    for name in names:  # before anything is packed: what judging needs for a moment would lie between what stays
         linear = model.get_submodule(name)
-        if isinstance(linear, PackedLinear):  # replaced together with one before it
-            continue
-        sharing = owners[id(linear.weight)]
-        reason = _why_left(linear, weights_format, sharing, read, kernels.least_size)
+        reason = _why_left(linear, weights_format, owners[id(linear.weight)], read, kernels.least_size)
         if reason is not None:
             left[name] = reason
+    head = model.get_output_embeddings()
+    layers = packed_bytes = copied_bytes = 0
+    for name in names:
+        linear = model.get_submodule(name)
+        if name in left or isinstance(linear, PackedLinear):  # replaced together with one before it
             continue
+        sharing = owners[id(linear.weight)]
         embeddings = [owner for owner in sharing if isinstance(owner, nn.Embedding)]
         own_format = kernels.head_formats.get(weights_format, weights_format) if linear is head else weights_format
         packed = _pack(linear, own_format, kernels, tied=bool(embeddings))
