@@ -206,4 +206,7 @@ def _report_usage(error: Any) -> int:
         meant = nearest_command(words[0], list(COMMANDS)) if len(words) == 1 and ours == "no such command" else None
         if rest != message and (meant or len(words) > 1):
             return report(UsageError(ours, hint=f"did you mean llminfer {meant}?" if meant else hint))
+    if getattr(error, "param", None) is not None and "Input should be a valid" in message:  # in the validator's words
+        kind = "whole number" if "valid integer" in message else "number"
+        message = f"{main_name(error.param)} must be a {kind}"
     return report(UsageError(message, hint=about))

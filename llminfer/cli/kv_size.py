@@ -168,6 +168,8 @@ def _room(memory: str | None, *, weights: str | None, reserve: str | None, ranks
             raise UsageError("--weights and --reserve need --memory")
         return None
     total_bytes = _parse("--memory", memory, parse_bytes)
+    if total_bytes == 0:
+        raise InvalidParams("--memory: nothing fits in 0 bytes")
     if memory.strip().isdecimal() and total_bytes < 1 << 20:
         raise InvalidParams(f"--memory {memory}: that is in bytes", hint=f"write it like {memory}GiB or {memory}GB")
     return partial(

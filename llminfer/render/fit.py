@@ -17,7 +17,7 @@ _SEPARATOR = " ·"
 
 
 def width_of(stream: TextIO, environment: Mapping[str, str] = os.environ) -> int | None:
-    """The columns of the terminal that a stream writes to, or those that `COLUMNS` states; None without either."""
+    """The columns of the terminal that a stream writes to, which `COLUMNS` may state; None where it is no terminal."""
     stated = environment.get("COLUMNS", "")
     if not stream.isatty():
         return None

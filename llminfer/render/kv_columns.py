@@ -14,6 +14,7 @@ from llminfer.kv.results import Answer, CheckRow
 from llminfer.units import format_bytes, visible
 
 NONE = "–"
+_NOTHING = format_bytes(0)
 _FITS = {None: NONE, True: "yes", False: "no"}
 _FORMULAS_AT_MOST = 8
 
@@ -56,7 +57,8 @@ class Table:
             numbers=[self.numbers[at] for at in kept],
             drop=self.drop,
         )
-        return " · ".join(self.shared[name].format(value) for name, value in alike.items()), rest
+        said = (self.shared[name].format(value) for name, value in alike.items() if value != _NOTHING)
+        return " · ".join(said), rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

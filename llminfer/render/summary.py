@@ -169,11 +169,15 @@ def _stop_text(started: Started, finished: Finished, tokens: int) -> str:
     details = {
         "eos": f"eos, id {finished.detail}",
         "stop": f"stop, {finished.detail!r}{' (model)' if started.stop.stop_from_model else ''}",
-        "length": f"length, the limit of {started.stop.max_new_tokens} tokens",
+        "length": f"length, the limit of {_tokens(started.stop.max_new_tokens)}",
         "time": f"time, the limit of {started.stop.max_time_s} s",
         "context": f"context, the model's limit of {started.context_limit} tokens",
     }
-    return f"{details.get(finished.reason, finished.reason)}, after {tokens} token{'s' if tokens != 1 else ''}"
+    return f"{details.get(finished.reason, finished.reason)}, after {_tokens(tokens)}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def _sampler_parts(sampling: SamplingParams) -> Iterator[str]:

@@ -76,6 +76,23 @@ def test_what_was_meant_is_suggested(run_cli: Cli, typed: tuple[str, ...], meant
     assert meant in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("generate", "x", "--n-predict", "x"), "error: --max-new-tokens must be a whole number"),
+        (("generate", "x", "--threads", "1.5"), "error: --threads must be a whole number"),
+        (("generate", "x", "--temp", "warm"), "error: --temperature must be a number"),
+        (("kv-size", "--layers", "many"), "error: --layers must be a whole number"),
+        (("kv-size", "gpt2", "--memory", "0"), "error: --memory: nothing fits in 0 bytes"),
+        (("generate", "x", "-p", "y"), "error: a prompt and --prompt cannot be combined"),
+        (("generate", "x", "--dtype", "bf8"), "error: --dtype bf8: unknown"),
+    ],
+)
+def test_a_wrong_value_is_named_by_our_word(run_cli: Cli, typed: tuple[str, ...], said: str) -> None:
+    code, _, err = run_cli(*typed)
+    assert (code, err.splitlines()[0]) == (2, said)
+
+
 def test_a_temperature_that_was_meant_as_threads_is_noted(run_cli: Cli, tiny_llama: Path) -> None:
     options = ("-m", tiny_llama, "-n", 1, "-t", 8)
     code, _, err = run_cli("generate", "x", *options)
