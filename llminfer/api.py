@@ -66,7 +66,8 @@ def load(
         weights: `float32`, `float16`, `int8` or `int4`; the checkpoint's own when not given.
         engine: `transformers`, or `native` for our compiled step.
         compiled: run each token after the prompt through torch.compile, over a static cache.
-        threads: of the processor, for the whole process; as many as torch chooses when not given.
+        threads: of the processor, for the whole process; as many as torch chooses when not given. The native
+            engine keeps those that it found when it was first used.
         progress: hears of each stage as `LoadProgress`.
 
     Raises:
