@@ -12,7 +12,6 @@ from pathlib import Path
 
 from llminfer.cli.app import COMMANDS, run
 
-os.environ["COLUMNS"] = "80"  # whatever terminal this runs in
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 INTRODUCTION = """# The command line
 
@@ -97,4 +96,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    os.environ["COLUMNS"] = "80"  # whatever terminal this runs in
     PAGE.write_text(page(), encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llminfer.cli.app import COMMANDS
+from llminfer.cli.help import ALIASES
 from scripts.write_cli_docs import PAGE, help_of, page
 from tests.parity import CANNOT_RUN, IMAGE_TEXT_TYPES, ONE_AFTER_ANOTHER
 
@@ -31,7 +32,8 @@ def test_every_option_named_in_the_readme_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     # options of other programs that the examples call
     foreign = {"--no-deps", "--editable"}
-    assert named - foreign <= set(re.findall(r"--[a-z][a-z-]+", known)) | {"--help", "--version"}
+    aliases = {alias for names in ALIASES.values() for alias in names}
+    assert named - foreign - aliases <= set(re.findall(r"--[a-z][a-z-]+", known)) | {"--help", "--version"}
 
 
 def test_the_two_commands_of_the_readme_are_in_the_makefile() -> None:
